@@ -1,0 +1,117 @@
+"""A unit: one batch of matrices inside a stored parameter.
+
+Parameters are stored the way a model finds handy (fused, transposed, interleaved, stacked); an optimizer must see the
+matrices that the forward pass multiplies by. A :class:`Unit` is the recipe that leads from the one to the other and
+back, as plain integers: it can be printed, compared across ranks and kept in a checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["Unit"]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A batch of ``out x in`` matrices inside one parameter.
+
+    The parameter is reshaped to ``view``; dimension ``dim`` of that view is cut to ``start:stop:step``; then the view's
+    dimensions are put in the order ``batch + rows + cols`` and merged, which gives a tensor ``(B, m, n)`` where ``m``
+    counts outputs and ``n`` inputs of the linear map. Every dimension of ``view`` occurs exactly once in
+    ``batch + rows + cols``.
+
+    Attributes:
+        name: what the matrix is (``"q"``, ``"gate"`` ...); empty for a parameter that is one unit.
+        view: shape that the whole parameter is reshaped to; ``prod(view) == parameter.numel()``.
+        rows: view dimensions that make up the outputs.
+        cols: view dimensions that make up the inputs.
+        batch: view dimensions that count independent matrices (experts, heads, groups of a convolution).
+        dim: view dimension that is cut, or ``None`` when the unit is the whole view.
+        start, stop, step: the cut along ``dim``.
+    """
+
+    name: str
+    view: tuple[int, ...]
+    rows: tuple[int, ...]
+    cols: tuple[int, ...]
+    batch: tuple[int, ...] = ()
+    dim: int | None = None
+    start: int = 0
+    stop: int = 0
+    step: int = 1
+
+    def __post_init__(self) -> None:
+        order = self.batch + self.rows + self.cols
+        if sorted(order) != list(range(len(self.view))):
+            raise ValueError(f"unit {self.name!r}: batch + rows + cols = {order} must name each of {self.view} once")
+        if not self.rows or not self.cols:
+            raise ValueError(f"unit {self.name!r}: a matrix needs rows and columns, got rows={self.rows} cols={self.cols}")
+        if self.dim is not None and not (0 <= self.start < self.stop <= self.view[self.dim] and self.step >= 1):
+            raise ValueError(f"unit {self.name!r}: cut {self.start}:{self.stop}:{self.step} is outside dimension {self.dim} of {self.view}")
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...] | torch.Size, *, transposed: bool = False, name: str = "") -> Unit:
+        """The unit of a plain matrix ``(out, in)``, or ``(in, out)`` when ``transposed``; leading dimensions are a batch."""
+        dims = tuple(shape)
+        if len(dims) < 2:
+            raise ValueError(f"a matrix needs two dimensions, got shape {dims}")
+        last, before = len(dims) - 1, len(dims) - 2
+        rows, cols = ((last,), (before,)) if transposed else ((before,), (last,))
+        return cls(name, dims, rows=rows, cols=cols, batch=tuple(range(before)))
+
+    @property
+    def cut_view(self) -> tuple[int, ...]:
+        """Shape of the view after the cut."""
+        if self.dim is None:
+            return self.view
+        length = len(range(self.start, self.stop, self.step))
+        return self.view[: self.dim] + (length,) + self.view[self.dim + 1 :]
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """``(B, m, n)``: number of matrices, outputs, inputs."""
+        sizes = self.cut_view
+        batch, rows, cols = (math.prod(sizes[d] for d in dims) for dims in (self.batch, self.rows, self.cols))
+        return batch, rows, cols
+
+    @property
+    def numel(self) -> int:
+        """Elements of the parameter that this unit covers."""
+        return math.prod(self.cut_view)
+
+    def _cut(self, tensor: Tensor) -> Tensor:
+        viewed = tensor.reshape(self.view)
+        if self.dim is None:
+            return viewed
+        index = [slice(None)] * len(self.view)
+        index[self.dim] = slice(self.start, self.stop, self.step)
+        return viewed[tuple(index)]
+
+    def extract(self, tensor: Tensor) -> Tensor:
+        """The unit's matrices ``(B, m, n)`` out of a tensor with the parameter's elements; a view where strides allow.
+
+        Args:
+            tensor: any dtype, ``prod(view)`` elements in the parameter's (row-major) order.
+        """
+        return self._cut(tensor).permute(self.batch + self.rows + self.cols).reshape(self.shape)
+
+    def insert(self, target: Tensor, matrices: Tensor) -> None:
+        """Writes matrices ``(B, m, n)`` to their place in ``target``, the inverse of :meth:`extract`.
+
+        Args:
+            target: contiguous tensor with the parameter's elements, changed in place (cast to its dtype).
+            matrices: ``(B, m, n)``.
+
+        Raises:
+            ValueError: when ``target`` is not contiguous, since the write would go to a copy.
+        """
+        if not target.is_contiguous():
+            raise ValueError("Unit.insert needs a contiguous target; writing through a reshaped copy would be lost")
+        order = self.batch + self.rows + self.cols
+        sizes = self.cut_view
+        self._cut(target).permute(order).copy_(matrices.reshape([sizes[d] for d in order]))
