@@ -1,0 +1,181 @@
+"""Parameter groups out of whatever the user passed: a model, named parameters, parameters, or groups of them.
+
+Everything that a group says of its parameters is kept there by name and as plain values, because wrappers replace
+Parameter objects, drop their attributes and deep-copy groups, and because a checkpoint must load without our classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_emopt.routing.route import (
+    ParameterRoute,
+    RouteTable,
+    route_named_parameters,
+    route_parameters,
+    route_parameters_list,
+)
+from hf_emopt.routing.unit import Unit
+from hf_emopt.rules.base import Group
+
+__all__ = ["STRUCTURAL_KEYS", "GroupBuilder", "pack_units", "unpack_units"]
+
+STRUCTURAL_KEYS = ("params", "param_names", "kind", "name", "units")
+"""Group keys that describe the live model; a loaded checkpoint never overrides them."""
+
+ParamsArgument = nn.Module | Iterable[Any]
+
+
+def pack_units(units: Sequence[Unit]) -> list[tuple[Any, ...]]:
+    """Units as plain tuples, the form kept in ``param_groups``."""
+    return [(u.name, u.view, u.rows, u.cols, u.batch, u.dim, u.start, u.stop, u.step) for u in units]
+
+
+def unpack_units(packed: Sequence[Sequence[Any]]) -> tuple[Unit, ...]:
+    """The inverse of :func:`pack_units`."""
+    units = []
+    for name, view, rows, cols, batch, dim, start, stop, step in packed:
+        units.append(Unit(name, tuple(view), tuple(rows), tuple(cols), tuple(batch), dim, start, stop, step))
+    return tuple(units)
+
+
+class GroupBuilder:
+    """Turns the ``params`` argument into groups of one kind each.
+
+    Args:
+        kind_defaults: for ``"matrix"`` and ``"aux"``, the hyperparameters that a group of that kind has, with defaults.
+            The learning rate and weight decay of the auxiliary groups may differ from the matrices'.
+        matrix_modules, aux_modules, per_head: passed on to :func:`hf_emopt.route_parameters`.
+    """
+
+    def __init__(
+        self,
+        kind_defaults: dict[str, Group],
+        matrix_modules: str | Sequence[str] | None = None,
+        aux_modules: str | Sequence[str] | None = None,
+        per_head: bool = False,
+    ) -> None:
+        self.kind_defaults = kind_defaults
+        self.overrides = {"matrix_modules": matrix_modules, "aux_modules": aux_modules, "per_head": per_head}
+        self.unnamed = 0
+
+    def build(self, params: ParamsArgument) -> tuple[list[Group], RouteTable]:
+        """Groups in the order matrix, matrix without decay, auxiliary, auxiliary without decay; empty ones left out.
+
+        The matrix group comes first because trainers log the learning rate of the first group.
+
+        Raises:
+            TypeError: when ``params`` is none of the accepted forms.
+            ValueError: when it is empty, or a tensor cannot be routed without its module.
+        """
+        if isinstance(params, nn.Module):
+            named = dict(params.named_parameters())
+            table = route_parameters(params, **self.overrides)  # type: ignore[arg-type]
+            if not len(table):
+                raise ValueError("the model has no trainable parameter: every requires_grad is False")
+            return self._by_route(table, named), table
+        if isinstance(params, Tensor):
+            raise TypeError("params is a single tensor; pass a list of parameters, named parameters, or the model")
+        items = list(params)
+        if not items:
+            raise ValueError("params is empty; pass the model, its named_parameters(), or parameter groups")
+        if any(v for v in self.overrides.values()):
+            raise ValueError(
+                "muon_modules, aux_modules and per_head choose among a model's modules, and only parameters were "
+                "given; pass the model itself, or groups with an explicit 'kind'"
+            )
+        if all(isinstance(item, dict) for item in items):
+            built = [self.from_group(item) for item in items]
+            groups = [g for part, _ in built for g in part]
+            return groups, RouteTable([r for _, routes in built for r in routes])
+        groups, routes = self.from_group({"params": items})
+        return groups, RouteTable(routes)
+
+    def from_group(self, group: Group) -> tuple[list[Group], list[ParameterRoute]]:
+        """A user's group as one group of each kind in it.
+
+        ``group["kind"]`` (``"matrix"`` or ``"aux"``) decides for all its parameters; without it, names and shapes do.
+        """
+        group = dict(group)
+        params = group.pop("params")
+        members = [params] if isinstance(params, Tensor) else list(params)
+        names = group.pop("param_names", None)
+        if names is not None:
+            members = list(zip(names, members, strict=True))
+        named, routes = self._route_members(members, group.pop("kind", None), group.pop("units", None))
+        result = []
+        for kind in ("matrix", "aux"):
+            chosen = [r for r in routes if r.kind == kind]
+            if chosen:
+                result.append(self._make(kind, chosen, named, dict(group)))
+        return result, routes
+
+    def _route_members(
+        self, members: list[Any], kind: str | None, units: list[Any] | None
+    ) -> tuple[dict[str, Tensor], list[ParameterRoute]]:
+        if kind not in (None, "matrix", "aux"):
+            raise ValueError(f"group kind={kind!r} must be 'matrix' or 'aux'")
+        are_named = bool(members) and isinstance(members[0], tuple)
+        pairs: list[tuple[str, Tensor]] = []
+        for item in members:
+            if isinstance(item, tuple) != are_named or not isinstance(item[-1] if are_named else item, Tensor):
+                raise TypeError(f"expected parameters or (name, parameter) pairs throughout, found {type(item).__name__}")
+            if are_named:
+                pairs.append(item)
+            else:
+                pairs.append((f"param.{self.unnamed}", item))
+                self.unnamed += 1
+        pairs = [(name, p) for name, p in pairs if p.requires_grad]
+        named = dict(pairs)
+        if len(named) != len(pairs):
+            raise ValueError("two parameters have the same name; names identify state in checkpoints, so make them unique")
+        if kind is not None:
+            return named, [_explicit(n, p, kind, units[i] if units else None) for i, (n, p) in enumerate(pairs)]
+        table = route_named_parameters(pairs) if are_named else route_parameters_list([p for _, p in pairs])
+        # Lists are routed by shape; the names given here are unique across groups.
+        return named, [_renamed(route, name) for route, (name, _) in zip(table, pairs, strict=True)]
+
+    def _by_route(self, table: RouteTable, named: dict[str, Tensor]) -> list[Group]:
+        groups = []
+        for kind in ("matrix", "aux"):
+            for decay in (True, False):
+                chosen = [r for r in table if r.kind == kind and r.decay == decay]
+                if chosen:
+                    extra = {} if decay else {"weight_decay": 0.0, "name": f"{kind}_no_decay"}
+                    groups.append(self._make(kind, chosen, named, extra))
+        return groups
+
+    def _make(self, kind: str, routes: list[ParameterRoute], named: dict[str, Tensor], given: Group) -> Group:
+        group = {**self.kind_defaults[kind], **given}
+        group.setdefault("name", kind)
+        group["kind"] = kind
+        group["params"] = [(r.name, named[r.name]) for r in routes]
+        if kind == "matrix":
+            group["units"] = [pack_units(r.units) for r in routes]
+        return group
+
+
+def _renamed(route: ParameterRoute, name: str) -> ParameterRoute:
+    return route if route.name == name else ParameterRoute(
+        name, route.shape, route.kind, route.units, route.decay, route.reason, route.module_type, route.aliases
+    )
+
+
+def _explicit(name: str, param: Tensor, kind: str, packed: list[Any] | None) -> ParameterRoute:
+    shape = tuple(param.shape)
+    if kind == "aux":
+        return ParameterRoute(name, shape, "aux", (), True, "the group says so", "")
+    if packed is None and len(shape) < 2:
+        raise ValueError(f"{name} has shape {shape} and is in a group of kind 'matrix'; a matrix has two dimensions")
+    units = (Unit.whole(shape),) if packed is None else unpack_units(packed)
+    return ParameterRoute(name, shape, "matrix", units, True, "the group says so", "")
+
+
+def describe_torch_group(group: Group) -> str:
+    """Name, size and learning rate of a group, for tables and messages."""
+    count = sum(p.numel() for p in group["params"])
+    return f"{group['name']}: {len(group['params'])} parameters, {count:,} elements, lr {float(torch.as_tensor(group['lr'])):g}, weight decay {group['weight_decay']:g}"

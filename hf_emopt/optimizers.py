@@ -1,0 +1,236 @@
+"""The optimizers a user names: thin classes whose docstrings say everything, over :class:`MatrixOptimizer`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hf_emopt.groups import ParamsArgument
+from hf_emopt.matrix_optimizer import MatrixOptimizer
+from hf_emopt.rules.base import Group
+from hf_emopt.rules.masters import LowPrecisionWeights
+from hf_emopt.rules.muon import AdjustLrFn, CompatName, MuonRule, NorMuonRule
+
+__all__ = ["Muon", "NorMuon"]
+
+NsCoefficients = str | tuple[float, float, float] | Sequence[tuple[float, float, float]]
+
+
+class Muon(MatrixOptimizer):
+    r"""Muon for matrices, AdamW for everything else, in one optimizer.
+
+    For a matrix :math:`W` of ``m`` outputs and ``n`` inputs with gradient :math:`G` (after accumulation and clipping):
+
+    .. code-block:: text
+
+        M <- M + (1 - momentum) (G - M)
+        U <- G + momentum (M - G)  if nesterov else M
+        O <- newton_schulz(U)                     about the nearest matrix with orthonormal rows or columns
+        W <- (1 - lr weight_decay) W - lr scale(m, n) O
+
+    Sources: K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024; J. Liu et al., "Muon is
+    Scalable for LLM Training", arXiv:2502.16982. Embeddings, output heads, norms, biases, routers and depthwise
+    convolutions get AdamW, under the names ``aux_*``; :meth:`explain` prints what goes where and why.
+
+    Args:
+        params: the model (best: fused, transposed and stacked weights are recognised by module type); an iterable of
+            ``(name, parameter)``; an iterable of parameters; or groups of these with their own hyperparameters.
+        lr: learning rate. With the default ``adjust_lr_fn`` it means what it means for AdamW.
+        weight_decay: decoupled, ``W *= 1 - lr * weight_decay`` by the base learning rate; none on norms and biases when a
+            model is passed.
+        momentum: in [0, 1).
+        nesterov: blend the gradient into the momentum before orthogonalization.
+        ns_coefficients: a named set (``"jordan"``, ``"you"``, ``"polar_express"`` ...; see
+            ``hf_emopt.linalg.coefficients``), one tuple ``(a, b, c)``, or one tuple a step.
+        ns_steps: Newton-Schulz iterations.
+        ns_dtype: ``"bfloat16"``, ``"float16"``, ``"float32"`` or a ``torch.dtype``; ``None`` is bfloat16 on an accelerator
+            and float32 on CPU.
+        adjust_lr_fn: ``"match_rms_adamw"`` (0.2 sqrt(max(m, n)): an update of RMS 0.2 as AdamW's), ``"original"``
+            (sqrt(max(1, m/n))), ``"spectral"`` (sqrt(m/n)) or ``"unscaled"``.
+        eps: floor of the Frobenius norm, as in ``torch.optim.Muon``; ``None`` needs none and is exactly invariant to the
+            gradient's scale.
+        cautious_weight_decay: decay only where the update already moves a weight towards zero (arXiv:2510.12402).
+        compat: ``"torch"``, ``"keller"`` or ``"moonlight"`` reproduces that implementation's rounding, floor and momentum
+            form; the last two also fix its scale, whatever ``adjust_lr_fn`` says.
+        aux_lr: learning rate of the AdamW part; ``None`` is ``lr``. Schedulers keep the ratio of the two.
+        aux_betas, aux_eps: of the AdamW part.
+        aux_weight_decay: of the AdamW part; ``None`` is ``weight_decay``.
+        low_precision_weights: how bfloat16 and float16 weights keep updates below their spacing: ``"split"`` (default,
+            exactly float32 for bfloat16 at 2 bytes a weight), ``"master"``, ``"kahan"``, ``"stochastic"``, ``"none"``.
+        muon_modules, aux_modules: regular expressions on dotted parameter names that override the routing.
+        per_head: orthogonalize attention projections head by head.
+        allow_no_matrices: accept a model without a single matrix.
+        skip_nonfinite: leave everything untouched in a step with a NaN or an infinity in a gradient.
+
+    Raises:
+        ValueError: when a value is out of range, or no parameter is a matrix.
+
+    State per matrix: ``momentum_buffer`` (float32, shaped as the parameter) and ``step``.
+    """
+
+    def __init__(
+        self,
+        params: ParamsArgument,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: NsCoefficients = "jordan",
+        ns_steps: int = 5,
+        ns_dtype: torch.dtype | str | None = None,
+        adjust_lr_fn: AdjustLrFn = "match_rms_adamw",
+        *,
+        eps: float | None = None,
+        cautious_weight_decay: bool = False,
+        compat: CompatName | None = None,
+        aux_lr: float | Tensor | None = None,
+        aux_betas: tuple[float, float] = (0.9, 0.95),
+        aux_eps: float = 1e-8,
+        aux_weight_decay: float | None = None,
+        low_precision_weights: LowPrecisionWeights = "split",
+        muon_modules: str | Sequence[str] | None = None,
+        aux_modules: str | Sequence[str] | None = None,
+        per_head: bool = False,
+        allow_no_matrices: bool = False,
+        skip_nonfinite: bool = True,
+    ) -> None:
+        matrix = _muon_defaults(
+            momentum, nesterov, ns_coefficients, ns_steps, ns_dtype, adjust_lr_fn, eps, cautious_weight_decay, compat
+        )
+        matrix.update(lr=lr, weight_decay=weight_decay, low_precision_weights=low_precision_weights)
+        aux = _aux_defaults(matrix, aux_lr, aux_betas, aux_eps, aux_weight_decay)
+        super().__init__(
+            params,
+            MuonRule(),
+            matrix,
+            aux,
+            matrix_modules=muon_modules,
+            aux_modules=aux_modules,
+            per_head=per_head,
+            allow_no_matrices=allow_no_matrices,
+            skip_nonfinite=skip_nonfinite,
+        )
+
+
+class NorMuon(MatrixOptimizer):
+    r"""Muon whose orthogonalized update is normalized neuron by neuron.
+
+    After :math:`O` as in :class:`Muon`, each row (output neuron) is divided by the root of a running mean of its squares,
+    and the whole is brought back to the Frobenius norm of :math:`O`:
+
+    .. code-block:: text
+
+        v <- v + (1 - beta2) (mean_over_columns(O * O) - v)
+        O <- O / (sqrt(v) + 1e-8) * (|O| / |O / (sqrt(v) + 1e-8)|)
+
+    Source: Z. Li et al., "NorMuon: Making Muon more efficient and scalable", arXiv:2510.05491. Rows are outputs whatever
+    way a weight is stored, so GPT-2's transposed layers get the same update as a ``Linear``.
+
+    Args:
+        beta2: decay of the row second moment, in [0, 1).
+        params, lr, and the rest: as for :class:`Muon`; there is no ``compat``.
+
+    Raises:
+        ValueError: when a value is out of range, or no parameter is a matrix.
+
+    State per matrix: ``momentum_buffer``, ``step`` and, for each unit, ``row_second_moment.<unit>`` of shape (B, m, 1).
+    """
+
+    def __init__(
+        self,
+        params: ParamsArgument,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: NsCoefficients = "jordan",
+        ns_steps: int = 5,
+        ns_dtype: torch.dtype | str | None = None,
+        adjust_lr_fn: AdjustLrFn = "match_rms_adamw",
+        *,
+        beta2: float = 0.95,
+        eps: float | None = None,
+        cautious_weight_decay: bool = False,
+        aux_lr: float | Tensor | None = None,
+        aux_betas: tuple[float, float] = (0.9, 0.95),
+        aux_eps: float = 1e-8,
+        aux_weight_decay: float | None = None,
+        low_precision_weights: LowPrecisionWeights = "split",
+        muon_modules: str | Sequence[str] | None = None,
+        aux_modules: str | Sequence[str] | None = None,
+        per_head: bool = False,
+        allow_no_matrices: bool = False,
+        skip_nonfinite: bool = True,
+    ) -> None:
+        matrix = _muon_defaults(
+            momentum, nesterov, ns_coefficients, ns_steps, ns_dtype, adjust_lr_fn, eps, cautious_weight_decay, None
+        )
+        matrix.update(lr=lr, weight_decay=weight_decay, low_precision_weights=low_precision_weights, beta2=beta2)
+        aux = _aux_defaults(matrix, aux_lr, aux_betas, aux_eps, aux_weight_decay)
+        super().__init__(
+            params,
+            NorMuonRule(),
+            matrix,
+            aux,
+            matrix_modules=muon_modules,
+            aux_modules=aux_modules,
+            per_head=per_head,
+            allow_no_matrices=allow_no_matrices,
+            skip_nonfinite=skip_nonfinite,
+        )
+
+
+def _muon_defaults(
+    momentum: float,
+    nesterov: bool,
+    ns_coefficients: NsCoefficients,
+    ns_steps: int,
+    ns_dtype: torch.dtype | str | None,
+    adjust_lr_fn: str,
+    eps: float | None,
+    cautious_weight_decay: bool,
+    compat: str | None,
+) -> Group:
+    coefficients = ns_coefficients
+    if not isinstance(coefficients, str):  # plain tuples, which checkpoints hold without pickling
+        values = tuple(coefficients)
+        nested = bool(values) and not isinstance(values[0], (int, float))
+        coefficients = tuple(tuple(step) for step in values) if nested else values  # type: ignore[arg-type, assignment, union-attr]
+    return {
+        "momentum": momentum,
+        "nesterov": nesterov,
+        "ns_coefficients": coefficients,
+        "ns_steps": ns_steps,
+        "ns_dtype": _dtype_name(ns_dtype),
+        "adjust_lr_fn": adjust_lr_fn,
+        "eps": eps,
+        "cautious_weight_decay": cautious_weight_decay,
+        "compat": compat,
+    }
+
+
+def _dtype_name(dtype: torch.dtype | str | None) -> str | None:
+    short = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+    if dtype is None:
+        return None
+    name = str(dtype).removeprefix("torch.")
+    return short.get(name, name)
+
+
+def _aux_defaults(
+    matrix: Group,
+    aux_lr: float | Tensor | None,
+    aux_betas: tuple[float, float],
+    aux_eps: float,
+    aux_weight_decay: float | None,
+) -> Group:
+    return {
+        "lr": matrix["lr"] if aux_lr is None else aux_lr,
+        "weight_decay": matrix["weight_decay"] if aux_weight_decay is None else aux_weight_decay,
+        "betas": tuple(aux_betas),
+        "eps": aux_eps,
+        "low_precision_weights": matrix["low_precision_weights"],
+        "compat": matrix["compat"],
+    }

@@ -1,0 +1,72 @@
+"""What a matrix optimizer is, apart from where its parameters lie: three phases and a price.
+
+A rule sees tensors and hyperparameters, never ranks, shards, modules or a Trainer. Between its phases somebody else
+moves bytes: ``accumulate`` runs where the gradient lies, ``transform`` where the whole matrix is, and the update comes
+back to the parameter, where :mod:`hf_emopt.rules.elementwise` applies it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+__all__ = ["Group", "MatrixRule", "state_dtype"]
+
+Group = dict[str, Any]
+"""Hyperparameters of one parameter group, as in ``torch.optim.Optimizer.param_groups``."""
+
+
+def state_dtype(param: Tensor) -> torch.dtype:
+    """dtype of optimizer state: float32, or the parameter's own where that is wider (float64)."""
+    return torch.promote_types(param.dtype, torch.float32)
+
+
+class MatrixRule(ABC):
+    """The update of a whole matrix.
+
+    A rule object holds no state and no hyperparameters: the first comes in ``state`` dictionaries, the second in
+    ``group``, so that a rule can be tested on three tensors and run under every layout.
+
+    ``ok`` is a scalar bool tensor on the tensors' device, or ``None``. ``False`` means that this step is skipped because
+    a gradient is not finite: state must come out as it went in, decided on the device, without a host sync.
+    """
+
+    name: ClassVar[str]
+
+    def validate(self, group: Group) -> None:  # noqa: B027 - most rules have something to check, none has to
+        """Raises ``ValueError`` naming the hyperparameter, its value and what is accepted."""
+
+    def init_state(self, param: Tensor, group: Group) -> dict[str, Tensor]:
+        """State with the parameter's shape, which lies and is sharded as the parameter is."""
+        return {}
+
+    def init_unit_state(self, shape: tuple[int, int, int], group: Group, like: Tensor) -> dict[str, Tensor]:
+        """State of ``(B, m, n)`` whole matrices, held by their owner: tensors whose first dimension is ``B``."""
+        return {}
+
+    @abstractmethod
+    def accumulate(
+        self, grads: list[Tensor], states: list[dict[str, Tensor]], group: Group, ok: Tensor | None
+    ) -> list[Tensor]:
+        """Elementwise phase: updates ``states`` and returns what the transform is to see, shaped like the gradients.
+
+        The returned tensors may alias state: readers must not write to them. ``grads`` are never written to.
+        """
+
+    @abstractmethod
+    def transform(self, x: Tensor, unit_state: dict[str, Tensor], group: Group, ok: Tensor | None) -> Tensor:
+        """Whole-matrix phase: ``(B, m, n)`` of finite numbers to the update of the same shape.
+
+        The result is subtracted from the weights, times the learning rate alone.
+        """
+
+    @abstractmethod
+    def cost(self, m: int, n: int, group: Group) -> int:
+        """Floating-point operations of :meth:`transform` for one ``m x n`` matrix, averaged over steps."""
+
+    @abstractmethod
+    def describe(self, group: Group) -> str:
+        """One line for a user: what is done, with which constants, and the size of a step."""

@@ -1,0 +1,132 @@
+"""What happens element by element: AdamW for the auxiliary parameters, and the last phase of every matrix rule.
+
+AdamW: I. Loshchilov and F. Hutter, arXiv:1711.05101; the arithmetic is torch's own fused kernel.
+Cautious weight decay: L. Chen et al., arXiv:2510.12402.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from hf_emopt.rules.base import Group, state_dtype
+from hf_emopt.rules.masters import load_weights, store_weights
+
+__all__ = ["adamw_step", "apply_updates", "init_adamw_state", "validate_adamw"]
+
+
+def validate_adamw(group: Group) -> None:
+    """Raises ``ValueError`` when betas or eps of an auxiliary group are out of range."""
+    betas = group["betas"]
+    if not (len(betas) == 2 and all(0.0 <= b < 1.0 for b in betas)):
+        raise ValueError(f"aux_betas={betas} must be two numbers in [0, 1)")
+    if not group["eps"] >= 0.0:
+        raise ValueError(f"aux_eps={group['eps']} must not be negative")
+
+
+def init_adamw_state(param: Tensor) -> dict[str, Tensor]:
+    """Moments under the names of ``torch.optim.AdamW``, so that its checkpoints and ours speak of the same thing."""
+    dtype = state_dtype(param)
+    return {"exp_avg": torch.zeros_like(param, dtype=dtype), "exp_avg_sq": torch.zeros_like(param, dtype=dtype)}
+
+
+def adamw_step(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    states: Sequence[dict[str, Tensor]],
+    group: Group,
+    ok: Tensor | None,
+    generator: torch.Generator | None = None,
+) -> None:
+    """One AdamW step with decoupled decay ``p (1 - lr wd)``, in place.
+
+    Args:
+        params: parameters of one device and one dtype.
+        grads: their gradients, any dtype; not written to.
+        states: ``exp_avg``, ``exp_avg_sq`` and ``step`` of each.
+        group: ``lr``, ``betas``, ``eps``, ``weight_decay``, ``low_precision_weights`` and ``compat``.
+        ok: scalar bool on the device; ``False`` leaves parameters, moments and ``step`` as they are.
+        generator: see :func:`~hf_emopt.rules.masters.store_weights`.
+    """
+    policy = group["low_precision_weights"]
+    weights = load_weights(params, states, policy)
+    if group["compat"] == "moonlight":
+        _moonlight_adamw(weights, grads, states, group, ok)
+    else:
+        beta1, beta2 = group["betas"]
+        adamw(
+            weights,
+            [g.to(w.dtype) for g, w in zip(grads, weights)],
+            [s["exp_avg"] for s in states],
+            [s["exp_avg_sq"] for s in states],
+            [],
+            [s["step"] for s in states],
+            fused=True,
+            found_inf=None if ok is None else (~ok).to(torch.float32),
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+    store_weights(params, weights, states, policy, generator)
+
+
+def _moonlight_adamw(
+    weights: list[Tensor], grads: Sequence[Tensor], states: Sequence[dict[str, Tensor]], group: Group, ok: Tensor | None
+) -> None:
+    """AdamW with eps beside the uncorrected second moment, as in Moonlight's toy_train.py."""
+    beta1, beta2 = group["betas"]
+    lr, decay = group["lr"], group["weight_decay"]
+    for weight, grad, state in zip(weights, grads, states):
+        gate = torch.ones((), device=weight.device) if ok is None else ok.to(torch.float32)
+        g = grad.to(weight.dtype) if ok is None else torch.where(ok, grad.to(weight.dtype), 0.0)
+        state["step"].add_(gate)
+        # A gate of 0 turns each blend into "keep", without asking the device what it is.
+        state["exp_avg"].add_((g - state["exp_avg"]) * gate, alpha=1.0 - beta1)
+        state["exp_avg_sq"].add_((g.square() - state["exp_avg_sq"]) * gate, alpha=1.0 - beta2)
+        step = state["step"].to(weight.dtype).clamp_min(1.0)
+        correction = (1.0 - beta2**step).sqrt() / (1.0 - beta1**step)
+        update = state["exp_avg"] / (group["eps"] + state["exp_avg_sq"].sqrt()) * correction
+        weight.mul_(1.0 - lr * decay * gate).sub_(update * (lr * gate))
+
+
+def apply_updates(
+    params: Sequence[Tensor],
+    updates: Sequence[Tensor],
+    states: Sequence[dict[str, Tensor]],
+    group: Group,
+    ok: Tensor | None,
+    generator: torch.Generator | None = None,
+) -> None:
+    """``p <- (1 - lr wd) p - lr u``, in place, with the decay by the base learning rate.
+
+    Args:
+        params: parameters of one device.
+        updates: what the rule's transform returned, shaped like the parameters; overwritten.
+        states: where 16-bit weights keep what they cannot hold.
+        group: ``lr``, ``weight_decay``, ``cautious_weight_decay``, ``low_precision_weights``.
+        ok: scalar bool on the device; ``False`` leaves the parameters as they are.
+        generator: see :func:`~hf_emopt.rules.masters.store_weights`.
+    """
+    lr, decay, policy = group["lr"], group["weight_decay"], group["low_precision_weights"]
+    weights = load_weights(params, states, policy)
+    wide = [u if u.dtype == w.dtype else u.to(w.dtype) for u, w in zip(updates, weights)]
+    gate = None if ok is None else ok.to(torch.float32)
+    step = lr if gate is None else lr * gate
+    if decay:
+        shrink = step * decay
+        if group["cautious_weight_decay"]:
+            for weight, update in zip(weights, wide):
+                # Only where the update already pulls the weight towards zero.
+                weight.sub_(weight * (weight * update > 0) * shrink)
+        else:
+            torch._foreach_mul_(weights, 1.0 - shrink)
+    torch._foreach_mul_(wide, -step)
+    torch._foreach_add_(weights, wide)
+    store_weights(params, weights, states, policy, generator)

@@ -1,0 +1,139 @@
+"""Weights of 16 bits that really train.
+
+With ``lr = 1e-5`` and an update of RMS 0.2, a bfloat16 weight of 0.02 would have to move by a fortieth of its spacing:
+added plainly, 98 % of such updates round to nothing. Each policy here turns the stored weights into float32, lets the
+step happen there, and stores them back so that nothing is lost for good.
+
+=============  ===============================  ==========================================================
+policy         extra state                      what it keeps
+=============  ===============================  ==========================================================
+``split``      2 bytes a weight (default)       bfloat16: the 16 low bits, so exactly a float32 master;
+                                                float16: the rounding error, 22 bits in all
+``master``     4 bytes a weight                 a float32 copy
+``kahan``      2 bytes a weight                 the rounding error in the weight's own dtype
+``stochastic`` none                             the expectation (bfloat16 only)
+``none``       none                             nothing: small updates vanish
+=============  ===============================  ==========================================================
+
+A weight that somebody else changed between steps (a checkpoint loaded into the model, a re-initialized head) is taken
+as it is now, under every policy: a stale copy never overwrites it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+__all__ = ["LOW_PRECISION_WEIGHTS", "LowPrecisionWeights", "load_weights", "needs_master", "store_weights"]
+
+LowPrecisionWeights = Literal["split", "master", "kahan", "stochastic", "none"]
+LOW_PRECISION_WEIGHTS: tuple[str, ...] = ("split", "master", "kahan", "stochastic", "none")
+
+_LOW = (torch.bfloat16, torch.float16)
+
+
+def needs_master(param: Tensor) -> bool:
+    """Whether a parameter's dtype is too coarse to be stepped in place."""
+    return param.dtype in _LOW
+
+
+def load_weights(params: Sequence[Tensor], states: Sequence[dict[str, Tensor]], policy: str) -> list[Tensor]:
+    """The weights to step on: float32 reconstructions, or the parameters themselves where they are wide enough.
+
+    Args:
+        params: parameters of any floating dtype.
+        states: the parameters' state, where a policy keeps what float32 has beyond the stored weight.
+        policy: one of :data:`LOW_PRECISION_WEIGHTS`.
+    """
+    return [_load(p, s, policy) if needs_master(p) else p for p, s in zip(params, states)]
+
+
+def store_weights(
+    params: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    states: Sequence[dict[str, Tensor]],
+    policy: str,
+    generator: torch.Generator | None = None,
+) -> None:
+    """Stores stepped weights back, the inverse of :func:`load_weights`; parameters that were stepped in place stay.
+
+    Args:
+        generator: source of the noise of ``"stochastic"``; replicas must seed it alike.
+
+    Raises:
+        ValueError: for ``"stochastic"`` with a dtype that it does not cover.
+    """
+    for param, weight, state in zip(params, weights, states):
+        if needs_master(param):
+            _store(param, weight, state, policy, generator)
+
+
+def _load(param: Tensor, state: dict[str, Tensor], policy: str) -> Tensor:
+    if policy == "master" and "master_weight" in state:
+        master = state["master_weight"]
+        # Where the stored weight is no longer the rounded master, somebody wrote to it: the newer one counts.
+        return torch.where(master.to(param.dtype) == param, master, param.float())
+    if policy == "split" and param.dtype is torch.bfloat16 and "weight_low_bits" in state:
+        return _join(param, state["weight_low_bits"])
+    if policy in ("split", "kahan") and "weight_compensation" in state:
+        return param.float() + state["weight_compensation"].float()
+    return param.float()
+
+
+def _store(
+    param: Tensor, weight: Tensor, state: dict[str, Tensor], policy: str, generator: torch.Generator | None
+) -> None:
+    if policy == "stochastic":
+        param.copy_(_round_stochastically(weight, param.dtype, generator))
+        return
+    param.copy_(weight)
+    if policy == "master":
+        _keep(state, "master_weight", weight)
+    elif policy == "split" and param.dtype is torch.bfloat16:
+        _keep(state, "weight_low_bits", _low_bits(param, weight))
+    elif policy in ("split", "kahan"):
+        _keep(state, "weight_compensation", (weight - param.float()).to(param.dtype))
+
+
+def _keep(state: dict[str, Tensor], key: str, value: Tensor) -> None:
+    if key in state:
+        state[key].copy_(value)
+    else:
+        state[key] = value
+
+
+def _high_bits(param: Tensor) -> Tensor:
+    """The bit pattern of a bfloat16 tensor as the upper half of int32."""
+    return param.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
+
+
+def _low_bits(param: Tensor, weight: Tensor) -> Tensor:
+    """int16 difference between the bit patterns of a float32 and of the bfloat16 it rounded to.
+
+    Rounding to nearest keeps it within half a bfloat16 spacing, 2**15 patterns; the one tie that reaches +2**15 is
+    stored as 2**15 - 1, one float32 spacing off.
+    """
+    return (weight.view(torch.int32) - _high_bits(param)).clamp_(-(2**15), 2**15 - 1).to(torch.int16)
+
+
+def _join(param: Tensor, low: Tensor) -> Tensor:
+    high = _high_bits(param)
+    # A weight that was set to zero from outside has no pattern below it: a stale negative remainder would make a NaN.
+    at_zero = param == 0
+    bits = high + torch.where(at_zero, low.clamp(min=0), low).to(torch.int32)
+    return bits.view(torch.float32)
+
+
+def _round_stochastically(weight: Tensor, dtype: torch.dtype, generator: torch.Generator | None) -> Tensor:
+    if dtype is not torch.bfloat16:
+        raise ValueError(
+            f"low_precision_weights='stochastic' rounds to bfloat16, not to {dtype}; use 'split' for float16 weights"
+        )
+    noise = torch.randint(0, 2**16, weight.shape, dtype=torch.int32, device=weight.device, generator=generator)
+    bits = (weight.view(torch.int32) + noise).bitwise_and_(-(2**16))
+    # Noise must not carry a finite number into infinity, nor touch one that is not finite.
+    rounded = bits.view(torch.float32)
+    return torch.where(torch.isfinite(rounded), rounded, weight).to(dtype)

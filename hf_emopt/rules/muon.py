@@ -1,0 +1,234 @@
+"""Muon and NorMuon.
+
+Muon: K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (kellerjordan.github.io/posts/muon).
+Scale that matches AdamW: J. Liu et al., "Muon is Scalable for LLM Training", arXiv:2502.16982, section 2.2.
+NorMuon: Z. Li et al., "NorMuon: Making Muon more efficient and scalable", arXiv:2510.05491, algorithm 1.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from hf_emopt.linalg.coefficients import resolve_coefficients
+from hf_emopt.linalg.newton_schulz import newton_schulz, newton_schulz_flops
+from hf_emopt.rules.base import Group, MatrixRule, state_dtype
+
+__all__ = ["ADJUST_LR_FNS", "COMPAT", "AdjustLrFn", "CompatName", "MuonRule", "NorMuonRule", "update_scale"]
+
+AdjustLrFn = Literal["match_rms_adamw", "original", "spectral", "unscaled"]
+CompatName = Literal["torch", "keller", "moonlight"]
+ADJUST_LR_FNS: tuple[str, ...] = ("match_rms_adamw", "original", "spectral", "unscaled")
+
+_NS_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+
+
+@dataclass(frozen=True)
+class Compat:
+    """The arithmetic of another Muon, where it differs from ours.
+
+    Attributes:
+        normalization: of Newton-Schulz, see :func:`hf_emopt.newton_schulz`.
+        eps: floor of that normalization.
+        momentum_form: ``"ema"`` (``m += (1 - mu) (g - m)``) or ``"accumulate"`` (``m = mu m + g``). Newton-Schulz does
+            not see the factor between the two; the floor does.
+        scale_in_ns_dtype: multiply by the shape's scale before leaving the Newton-Schulz dtype.
+        adjust_lr_fn: the scale that implementation has, or ``None`` where the user chooses.
+        source: where it was read.
+    """
+
+    normalization: Literal["clamp", "add"]
+    eps: float
+    momentum_form: Literal["ema", "accumulate"]
+    scale_in_ns_dtype: bool
+    adjust_lr_fn: AdjustLrFn | None
+    source: str
+
+
+COMPAT: dict[str, Compat] = {
+    "torch": Compat("clamp", 1e-7, "ema", False, None, "torch.optim.Muon, PyTorch 2.9 to 2.13"),
+    "keller": Compat("add", 1e-7, "ema", True, "original", "github.com/KellerJordan/Muon, muon.py"),
+    "moonlight": Compat(
+        "add", 1e-7, "accumulate", False, "match_rms_adamw", "github.com/MoonshotAI/Moonlight, examples/toy_train.py"
+    ),
+}
+
+
+def update_scale(adjust_lr_fn: str, m: int, n: int) -> float:
+    """Factor on the orthogonalized ``m x n`` (outputs x inputs) update.
+
+    An orthogonal ``m x n`` matrix has elements of root mean square ``max(m, n) ** -0.5``.
+
+    * ``"match_rms_adamw"``: ``0.2 sqrt(max(m, n))``, so the update's RMS is 0.2, about AdamW's (arXiv:2502.16982).
+    * ``"original"``: ``sqrt(max(1, m / n))`` (Jordan).
+    * ``"spectral"``: ``sqrt(m / n)``, the spectral condition for feature learning (arXiv:2310.17813).
+    * ``"unscaled"``: 1.
+
+    Raises:
+        ValueError: for any other name.
+    """
+    if adjust_lr_fn == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(m, n))
+    if adjust_lr_fn == "original":
+        return math.sqrt(max(1.0, m / n))
+    if adjust_lr_fn == "spectral":
+        return math.sqrt(m / n)
+    if adjust_lr_fn == "unscaled":
+        return 1.0
+    raise ValueError(f"adjust_lr_fn={adjust_lr_fn!r} is not one of {', '.join(ADJUST_LR_FNS)}")
+
+
+def ns_dtype_of(group: Group) -> torch.dtype | None:
+    """The Newton-Schulz dtype of a group, kept there by name so that checkpoints hold plain values."""
+    name = group["ns_dtype"]
+    return None if name is None else _NS_DTYPES[name]
+
+
+class MuonRule(MatrixRule):
+    """Momentum, then the nearest semi-orthogonal matrix, then a scale by shape.
+
+    .. code-block:: text
+
+        m  <- m + (1 - mu) (g - m)
+        u  <- g + mu (m - g)  if nesterov else m
+        o  <- newton_schulz(u)
+        p  <- (1 - lr wd) p - lr scale(shape) o
+    """
+
+    name: ClassVar[str] = "muon"
+
+    def validate(self, group: Group) -> None:
+        momentum, steps, compat = group["momentum"], group["ns_steps"], group["compat"]
+        if not 0.0 <= momentum < 1.0:
+            raise ValueError(f"momentum={momentum} must be in [0, 1)")
+        if not isinstance(steps, int) or not 1 <= steps <= 100:
+            raise ValueError(f"ns_steps={steps!r} must be a whole number from 1 to 100")
+        if group["adjust_lr_fn"] not in ADJUST_LR_FNS:
+            raise ValueError(f"adjust_lr_fn={group['adjust_lr_fn']!r} is not one of {', '.join(ADJUST_LR_FNS)}")
+        if compat is not None and compat not in COMPAT:
+            raise ValueError(f"compat={compat!r} is not one of {', '.join(COMPAT)} or None")
+        if group["ns_dtype"] is not None and group["ns_dtype"] not in _NS_DTYPES:
+            raise ValueError(f"ns_dtype={group['ns_dtype']!r} is not one of {', '.join(_NS_DTYPES)} or None")
+        if group["eps"] is not None and not group["eps"] > 0.0:
+            raise ValueError(f"eps={group['eps']} must be above 0, or None for the scale-free normalization")
+        resolve_coefficients(group["ns_coefficients"], steps)
+
+    def init_state(self, param: Tensor, group: Group) -> dict[str, Tensor]:
+        return {"momentum_buffer": torch.zeros_like(param, dtype=state_dtype(param))}
+
+    def accumulate(
+        self, grads: list[Tensor], states: list[dict[str, Tensor]], group: Group, ok: Tensor | None
+    ) -> list[Tensor]:
+        mu = group["momentum"]
+        buffers = [state["momentum_buffer"] for state in states]
+        inputs = [g if g.dtype == b.dtype else g.to(b.dtype) for g, b in zip(grads, buffers)]
+        if _compat(group).momentum_form == "accumulate":
+            if ok is not None:  # the gradient that leaves mu m + g at m
+                inputs = [torch.where(ok, g, b * (1.0 - mu)) for g, b in zip(inputs, buffers)]
+            torch._foreach_mul_(buffers, mu)
+            torch._foreach_add_(buffers, inputs)
+            return list(torch._foreach_add(inputs, buffers, alpha=mu)) if group["nesterov"] else buffers
+        if ok is not None:
+            inputs = [torch.where(ok, g, b) for g, b in zip(inputs, buffers)]
+        torch._foreach_lerp_(buffers, inputs, 1.0 - mu)
+        return list(torch._foreach_lerp(inputs, buffers, mu)) if group["nesterov"] else buffers
+
+    def orthogonalize(self, x: Tensor, group: Group) -> Tensor:
+        """``(B, m, n)`` to its polar factor, as this group's constants approximate it."""
+        compat, eps = group["compat"], group["eps"]
+        steps, coefficients, dtype = group["ns_steps"], group["ns_coefficients"], ns_dtype_of(group)
+        if compat is None:
+            if eps is None:
+                return newton_schulz(x, steps, coefficients, dtype)
+            return newton_schulz(x, steps, coefficients, dtype, eps=eps, normalization="clamp")
+        form = COMPAT[compat]
+        # Those implementations take one matrix at a time; a batched product may round otherwise.
+        ortho = [
+            newton_schulz(
+                matrix, steps, coefficients, dtype or torch.bfloat16, eps=eps or form.eps, normalization=form.normalization
+            )
+            for matrix in x.unbind(0)
+        ]
+        return torch.stack(ortho)
+
+    def scaled(self, ortho: Tensor, group: Group, out_dtype: torch.dtype) -> Tensor:
+        """Times the shape's scale, in ``out_dtype``."""
+        form = _compat(group)
+        scale = update_scale(form.adjust_lr_fn or group["adjust_lr_fn"], ortho.shape[-2], ortho.shape[-1])
+        if form.scale_in_ns_dtype:
+            return ortho.mul_(scale).to(out_dtype)
+        return ortho.to(out_dtype) * scale
+
+    def transform(self, x: Tensor, unit_state: dict[str, Tensor], group: Group, ok: Tensor | None) -> Tensor:
+        return self.scaled(self.orthogonalize(x, group), group, x.dtype)
+
+    def cost(self, m: int, n: int, group: Group) -> int:
+        return newton_schulz_flops(m, n, group["ns_steps"])
+
+    def describe(self, group: Group) -> str:
+        form = _compat(group)
+        rule = form.adjust_lr_fn or group["adjust_lr_fn"]
+        size = {
+            "match_rms_adamw": "update RMS about 0.2 lr, as AdamW's: lr means what it means for AdamW",
+            "original": "update RMS about lr / sqrt(max(m, n)) * sqrt(max(1, m / n)): lr is not AdamW's",
+            "spectral": "spectral norm of the update about lr sqrt(m / n): lr is not AdamW's",
+            "unscaled": "spectral norm of the update about lr: lr is not AdamW's",
+        }[rule]
+        coefficients = group["ns_coefficients"]
+        named = coefficients if isinstance(coefficients, str) else "custom coefficients"
+        compat = f", compat={group['compat']}" if group["compat"] else ""
+        return (
+            f"{self.name}: momentum {group['momentum']}{' (Nesterov)' if group['nesterov'] else ''}, "
+            f"{group['ns_steps']} Newton-Schulz steps ({named}){compat}; {rule}: {size}"
+        )
+
+
+class NorMuonRule(MuonRule):
+    """Muon with a second moment for each output neuron.
+
+    .. code-block:: text
+
+        o  <- newton_schulz(u)                                  # as Muon
+        v  <- v + (1 - beta2) (mean_over_columns(o * o) - v)    # one number a row
+        o' <- o / (sqrt(v) + 1e-8),  scaled back to the Frobenius norm of o
+
+    Rows are outputs whatever way the weight is stored, and the norm is that of the whole matrix.
+    """
+
+    name: ClassVar[str] = "normuon"
+    _EPS: ClassVar[float] = 1e-8
+
+    def validate(self, group: Group) -> None:
+        super().validate(group)
+        if not 0.0 <= group["beta2"] < 1.0:
+            raise ValueError(f"beta2={group['beta2']} must be in [0, 1)")
+        if group["compat"] is not None:
+            raise ValueError(f"compat={group['compat']!r} is Muon's: that implementation has no NorMuon; use compat=None")
+
+    def init_unit_state(self, shape: tuple[int, int, int], group: Group, like: Tensor) -> dict[str, Tensor]:
+        batch, m, _ = shape
+        return {"row_second_moment": torch.zeros(batch, m, 1, dtype=state_dtype(like), device=like.device)}
+
+    def transform(self, x: Tensor, unit_state: dict[str, Tensor], group: Group, ok: Tensor | None) -> Tensor:
+        ortho = self.orthogonalize(x, group).to(x.dtype)
+        moment = unit_state["row_second_moment"]
+        mean_square = ortho.square().mean(dim=-1, keepdim=True)
+        if ok is not None:
+            mean_square = torch.where(ok, mean_square, moment)
+        moment.lerp_(mean_square, 1.0 - group["beta2"])
+        normalized = ortho / (moment.sqrt() + self._EPS)
+        target = torch.linalg.matrix_norm(ortho, keepdim=True)
+        length = torch.linalg.matrix_norm(normalized, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
+        return self.scaled(normalized * (target / length), group, x.dtype)
+
+
+_OURS = Compat("clamp", 1e-7, "ema", False, None, "this package")
+
+
+def _compat(group: Group) -> Compat:
+    compat = group["compat"]
+    return _OURS if compat is None else COMPAT[compat]
