@@ -1,0 +1,279 @@
+"""The names in transformers: every way in, every round trip, and what is left where the package is absent."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import importlib
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import HfArgumentParser, Seq2SeqTrainingArguments, Trainer, TrainingArguments, trainer
+from transformers.trainer_optimizer import _OPTIMIZER_HANDLERS
+from transformers.training_args import OptimizerNames
+
+import hf_emopt
+from hf_emopt.integrations import enum_members
+from hf_emopt.integrations import transformers as integration
+
+NAMES = ["muon", "normuon", "emopt_muon", "emopt_normuon"]
+CLASSES = {name: hf_emopt.NorMuon if "nor" in name else hf_emopt.Muon for name in NAMES}
+ROOT = Path(hf_emopt.__file__).parents[1]
+
+
+def arguments(tmp_path: Path, cls: type = TrainingArguments, **kwargs: object) -> TrainingArguments:
+    return cls(output_dir=str(tmp_path), use_cpu=True, report_to=[], **kwargs)
+
+
+def run_python(code: str, *argv: str, path: str = str(ROOT)) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    return subprocess.run([sys.executable, "-c", code, *argv], env=environment, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_name_is_a_member_like_any_other(name: str) -> None:
+    member = OptimizerNames(name)
+    assert isinstance(member, OptimizerNames) and OptimizerNames[name.upper()] is member
+    assert getattr(OptimizerNames, name.upper()) is member
+    assert [m for m in OptimizerNames if m.value == name] == [member]
+    assert member == name and hash(member) == hash(name) and member.value == name and member in OptimizerNames
+    assert _OPTIMIZER_HANDLERS[member] is _OPTIMIZER_HANDLERS[name]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_training_arguments_round_trips(name: str, tmp_path: Path) -> None:
+    args = arguments(tmp_path, optim=name, optim_args="ns_steps=6")
+    member = OptimizerNames(name)
+    assert args.optim is member
+    assert args.to_dict()["optim"] == name and type(args.to_dict()["optim"]) is str
+    assert json.loads(args.to_json_string())["optim"] == name
+    assert args.to_sanitized_dict()["optim"] in (name, str(member))
+    again = TrainingArguments(**{k: v for k, v in args.to_dict().items() if k in ("optim", "optim_args", "output_dir")}, use_cpu=True)
+    assert again.optim is member and again.optim_args == "ns_steps=6"
+    assert dataclasses.replace(args, learning_rate=1.0).optim is member
+    assert copy.deepcopy(args).optim is member
+    assert arguments(tmp_path).set_optimizer(name=name).optim is member
+    for unpickled in (pickle.loads(pickle.dumps(args)), copy.copy(args)):
+        assert unpickled.optim == name
+        factory, kwargs = Trainer.get_optimizer_cls_and_kwargs(unpickled)
+        assert factory() is CLASSES[name] and kwargs["ns_steps"] == 6
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_member_pickles_as_a_plain_string(protocol: int) -> None:
+    data = pickle.dumps({"optim": OptimizerNames("muon")}, protocol)
+    assert b"OptimizerNames" not in data and b"emopt" not in data
+    assert type(pickle.loads(data)["optim"]) is str
+    assert pickle.loads(pickle.dumps(OptimizerNames.SGD, protocol)) is OptimizerNames.SGD
+
+
+def test_argument_parsers(tmp_path: Path) -> None:
+    from trl import SFTConfig, TrlParser
+
+    for cls in (TrainingArguments, Seq2SeqTrainingArguments, SFTConfig):
+        for name in NAMES:
+            (args,) = HfArgumentParser(cls).parse_args_into_dataclasses(["--output_dir", str(tmp_path), "--optim", name, "--use_cpu"])
+            assert args.optim is OptimizerNames(name), cls
+    (args,) = TrlParser(SFTConfig).parse_args_and_config(["--output_dir", str(tmp_path), "--optim", "muon", "--use_cpu"])
+    assert args.optim is OptimizerNames("muon")
+    (args,) = HfArgumentParser(TrainingArguments).parse_dict(
+        {"output_dir": str(tmp_path), "use_cpu": True, "optim": "muon", "optim_args": {"ns_steps": 6}}
+    )
+    assert Trainer.get_optimizer_cls_and_kwargs(args)[1]["ns_steps"] == 6
+
+
+def test_unknown_name_is_still_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="muom is not a valid OptimizerNames.*'emopt_muon'"):
+        arguments(tmp_path, optim="muom")
+
+
+def test_registering_again_and_reloading_change_nothing() -> None:
+    before = list(OptimizerNames)
+    hf_emopt.register()
+    reloaded = importlib.reload(integration)
+    reloaded.register()
+    reloaded.register()
+    assert list(OptimizerNames) == before
+    assert [c.__name__ for c in trainer.DEFAULT_CALLBACKS].count("EmoptCallback") == 1
+    assert trainer.DEFAULT_CALLBACKS[-1] is reloaded.EmoptCallback
+    original = getattr(Trainer.get_optimizer_cls_and_kwargs, "__hf_emopt__")
+    assert not hasattr(original, "__hf_emopt__")
+    assert _OPTIMIZER_HANDLERS[OptimizerNames("muon")].__globals__ is vars(reloaded)
+
+
+def test_import_of_a_second_copy_takes_over() -> None:
+    done = run_python(
+        "import sys, hf_emopt\n"
+        "from transformers.training_args import OptimizerNames\n"
+        "from transformers import trainer, Trainer, TrainingArguments\n"
+        "n = len(OptimizerNames)\n"
+        "for name in [m for m in sys.modules if m.startswith('hf_emopt')]: del sys.modules[name]\n"
+        "import hf_emopt as second\n"
+        "assert second is not hf_emopt or True\n"
+        "assert len(OptimizerNames) == n and len(trainer.DEFAULT_CALLBACKS) == 2\n"
+        "args = TrainingArguments('/tmp/unused', optim='muon', use_cpu=True, report_to=[])\n"
+        "factory, _ = Trainer.get_optimizer_cls_and_kwargs(args)\n"
+        "assert factory() is second.Muon\n"
+        "print('fine')\n"
+    )
+    assert done.stdout.strip() == "fine" and "transformers' own" not in done.stderr, done.stderr
+
+
+def test_training_args_bin_loads_where_the_package_is_absent(tmp_path: Path) -> None:
+    torch.save(arguments(tmp_path, optim="muon"), tmp_path / "training_args.bin")
+    done = run_python(
+        "import sys, torch\n"
+        "class Absent:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.split('.')[0] == 'hf_emopt': raise ModuleNotFoundError(name)\n"
+        "sys.meta_path.insert(0, Absent())\n"
+        "args = torch.load(sys.argv[1], weights_only=False)\n"
+        "assert not any(name.startswith('hf_emopt') for name in sys.modules)\n"
+        "print(type(args).__name__, type(args.optim).__name__, args.optim)\n"
+        "try:\n"
+        "    type(args)(output_dir='/tmp/unused', optim='muon', use_cpu=True)\n"
+        "except ValueError as error:\n"
+        "    print('muon is not a valid OptimizerNames' in str(error))\n",
+        str(tmp_path / "training_args.bin"),
+    )
+    assert done.stdout.split() == ["TrainingArguments", "str", "muon", "True"], done.stderr
+
+
+NATIVE = """
+import logging, sys
+from transformers import trainer_optimizer, training_args, Trainer, TrainingArguments
+sys.path.insert(0, sys.argv[1])
+from hf_emopt.integrations.enum_members import add_string_member
+""".replace("from hf_emopt.integrations.enum_members", "from enum_members")
+
+
+def test_an_optimizer_that_transformers_ships_stays(tmp_path: Path) -> None:
+    shutil.copy(enum_members.__file__, tmp_path / "enum_members.py")
+    done = run_python(
+        NATIVE
+        + "def native(context): return 'native', {}\n"
+        + "member, added = add_string_member(training_args.OptimizerNames, 'MUON', 'muon')\n"
+        + "assert added\n"
+        + "trainer_optimizer._OPTIMIZER_HANDLERS[member] = native\n"
+        + "import hf_emopt\n"
+        + "hf_emopt.register()\n"
+        + "def pick(name):\n"
+        + "    args = TrainingArguments('/tmp/unused', optim=name, use_cpu=True, report_to=[])\n"
+        + "    return Trainer.get_optimizer_cls_and_kwargs(args)[0]\n"
+        + "assert pick('muon') == 'native'\n"
+        + "assert pick('emopt_muon')() is hf_emopt.Muon\n"
+        + "assert pick('normuon')() is hf_emopt.NorMuon\n"
+        + "print('fine')\n",
+        str(tmp_path),
+    )
+    assert done.stdout.strip() == "fine", done.stderr
+    assert done.stderr.count("use optim='emopt_muon' for hf_emopt's") == 1, done.stderr
+
+
+def test_a_name_taken_by_another_member_does_not_hide_it() -> None:
+    from enum import Enum
+
+    class Names(str, Enum):
+        MUON = "other"
+
+    member, added = enum_members.add_string_member(Names, "MUON", "muon")
+    assert added and Names.MUON.value == "other" and Names("muon") is member and member.name == "EMOPT_MUON"
+    with pytest.raises(TypeError, match="must derive from str and Enum"):
+        enum_members.add_string_member(Enum("Plain", "A"), "B", "b")
+
+
+ENUM_CHECK = """
+import argparse, copy, importlib.util, pickle, sys
+from enum import Enum
+spec = importlib.util.spec_from_file_location("enum_members", sys.argv[1])
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+
+class Explicit(str, Enum):
+    @classmethod
+    def _missing_(cls, value):
+        raise ValueError(value)
+
+class Names(Explicit):
+    ADAMW = "adamw"
+    SGD = "sgd"
+
+member, added = module.add_string_member(Names, "MUON", "muon")
+assert added and module.add_string_member(Names, "MUON", "muon") == (member, False)
+assert Names("muon") is member and Names["MUON"] is member and Names.MUON is member
+assert list(Names) == [Names.ADAMW, Names.SGD, member] and len(Names) == 3 and list(Names.__members__)[-1] == "MUON"
+assert member in Names and member == "muon" and {"muon": 1}[member] == 1 and {member: 1}["muon"] == 1
+assert isinstance(member, Names) and (member.name, member.value) == ("MUON", "muon")
+assert copy.deepcopy({"a": member})["a"] is member
+for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+    back = pickle.loads(pickle.dumps(member, protocol))
+    assert type(back) is str and back == "muon" and Names(back) is member
+    assert pickle.loads(pickle.dumps(Names.SGD, protocol)) is Names.SGD
+if sys.version_info >= (3, 12):
+    assert "muon" in Names and "other" not in Names
+assert "MUON" in repr(member) and "MUON" in dir(Names)
+try:
+    Names("other")
+except ValueError:
+    print("fine")
+"""
+
+
+@pytest.mark.parametrize("version", ["3.10", "3.11", "3.12", "3.13", "3.14"])
+def test_enum_tables_of_other_python_versions(version: str) -> None:
+    candidates = [sys.executable] if sys.version_info[:2] == tuple(map(int, version.split("."))) else []
+    candidates += [path for path in [shutil.which(f"python{version}")] if path]
+    candidates += [str(p) for p in Path.home().glob(f".pyenv/versions/{version}.*/bin/python")]
+    if not candidates:
+        pytest.skip(f"no Python {version} on this machine to run the standard-library-only module with")
+    done = subprocess.run(
+        [candidates[0], "-c", ENUM_CHECK, enum_members.__file__], capture_output=True, text=True, timeout=60, env={"PATH": os.environ["PATH"]}
+    )
+    assert done.stdout.strip() == "fine", done.stderr
+
+
+SCRIPT = """
+import sys
+from dataclasses import dataclass, field
+from transformers import HfArgumentParser, Trainer, TrainingArguments
+
+@dataclass
+class ScriptArguments:
+    text: str = field(default="none")
+
+if __name__ == "__main__":
+    assert "hf_emopt" not in open(__file__).read().split("#")[0].replace('"hf_emopt"', "")
+    import helper
+    script, args = HfArgumentParser((ScriptArguments, TrainingArguments)).parse_args_into_dataclasses()
+    factory, kwargs = Trainer.get_optimizer_cls_and_kwargs(args)
+    print(helper.WORD, script.text, factory().__name__, kwargs["ns_steps"], sys.argv[0])
+"""
+
+
+@pytest.mark.parametrize("as_module", [False, True])
+def test_run_gives_an_unmodified_script_the_names(as_module: bool, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "helper.py").write_text("WORD = 'beside'\n")
+    target = ["-m", "script"] if as_module else [str(tmp_path / "script.py")]
+    command = [sys.executable, "-m", "hf_emopt.run", *target]
+    options = ["--output_dir", str(tmp_path), "--optim", "muon", "--optim_args", "ns_steps=6", "--use_cpu", "--text", "seen"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command + options, capture_output=True, text=True, timeout=120, env=environment, cwd=tmp_path)
+    assert done.stdout.split() == ["beside", "seen", "Muon", "6", str(tmp_path / "script.py")], done.stderr
+
+
+def test_run_without_a_script_says_how(capsys: pytest.CaptureFixture[str]) -> None:
+    from hf_emopt.run import main
+
+    for argv, message in (([], "usage:"), (["--optim", "muon"], "usage:"), (["-m"], "usage:"), (["absent.py"], "no such script: absent.py")):
+        with pytest.raises(SystemExit, match=message):
+            main(argv)
+    main(["--help"])
+    assert "python -m hf_emopt.run SCRIPT" in capsys.readouterr().out
