@@ -1,0 +1,38 @@
+# Each target does its own set-up: a virtual environment in .venv, then the installation, then the run.
+# pip's own settings are honoured: PIP_CONSTRAINT=constraints.txt make test
+
+PYTHON ?= python3
+VENV ?= .venv
+RUN := $(VENV)/bin/python
+DEMO_ARGS ?=
+PYTEST_ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint docs clean
+
+help: ## list the targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
+
+# One stamp per set of extras; reinstalled when the package's requirements change. The installation is editable,
+# so edits to the code need none.
+$(VENV)/.installed-%: pyproject.toml
+	@test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --disable-pip-version-check -e '.[$*]'
+	@touch $@
+
+demo: $(VENV)/.installed-examples ## pretrain a small Llama under AdamW and under Muon; loss table and demo-out/curves.png
+	$(RUN) examples/pretrain_demo.py $(DEMO_ARGS)
+
+test: $(VENV)/.installed-test ## run the tests
+	$(RUN) -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.installed-dev ## ruff and mypy
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+
+docs: $(VENV)/.installed-dev ## build the documentation into site/
+	$(RUN) -m mkdocs build --strict
+
+clean: ## remove the virtual environment and what the targets wrote
+	rm -rf $(VENV) demo-out site build
