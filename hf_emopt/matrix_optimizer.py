@@ -156,19 +156,27 @@ class MatrixOptimizer(torch.optim.Optimizer):
         """The plan for the parameters as they are now; wrappers swap Parameter objects after construction."""
         identity = tuple(id(p) for g in self.param_groups for p in g["params"])
         if self._plan is None or identity != self._planned_for:
-            planned = []
-            for group_index, group in enumerate(self.param_groups):
-                if group["kind"] != "matrix":
-                    continue
-                for position, (name, param) in enumerate(zip(group["param_names"], group["params"])):
-                    units = unpack_units(group["units"][position])
-                    check_layout(name, param, units)
-                    costs = tuple(u.shape[0] * self.rule.cost(*u.shape[1:], group) for u in units)
-                    tag = f"{param.dtype} {param.device}"
-                    planned.append(PlannedParameter(name, group_index, position, units, costs, tag))
-            self._plan, self._planned_for = make_plan(planned), identity
+            self._plan, self._planned_for = make_plan(self.planned_parameters()), identity
             self._unit_states.clear()
         return self._plan
+
+    def planned_parameters(self) -> list[PlannedParameter]:
+        """What the planner needs to know of each matrix parameter.
+
+        Raises:
+            UnsupportedLayoutError: when a wrapper has laid a parameter out so that its matrices cannot be had.
+        """
+        planned = []
+        for group_index, group in enumerate(self.param_groups):
+            if group["kind"] != "matrix":
+                continue
+            for position, (name, param) in enumerate(zip(group["param_names"], group["params"])):
+                units = unpack_units(group["units"][position])
+                check_layout(name, param, units)
+                costs = tuple(u.shape[0] * self.rule.cost(*u.shape[1:], group) for u in units)
+                tag = f"{param.dtype} {param.device}"
+                planned.append(PlannedParameter(name, group_index, position, units, costs, tag))
+        return planned
 
     def _finite_flags(self) -> dict[torch.device, Tensor]:
         """For each device, a scalar that says whether all gradients everywhere are finite; empty when not checked."""

@@ -1,0 +1,89 @@
+"""``hf-emopt``: what an optimizer would do with a model, before anything is trained."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from hf_emopt.matrix_optimizer import MatrixOptimizer
+
+__all__ = ["main"]
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="hf-emopt", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    plan = commands.add_parser(
+        "plan",
+        help="route table, state bytes and FLOPs a step, from a configuration alone",
+        description="Prints which parameter is trained by which rule, the bytes of optimizer state against AdamW's, and the "
+        "floating-point operations of a step. Needs a configuration, not weights.",
+    )
+    plan.add_argument("model", help="a Hub id, a folder with a config.json, or such a file")
+    plan.add_argument("--optim", default="muon", help="optimizer name (default: muon)")
+    plan.add_argument("--optim_args", default=None, help='options as for TrainingArguments, "ns_steps=6,aux_lr=1e-5"')
+    plan.add_argument("--world-size", type=int, default=1, help="ranks that share the matrices (default: 1)")
+    plan.add_argument("--dtype", default=None, help="dtype of the trained weights (default: the configuration's)")
+    plan.add_argument("--trust-remote-code", action="store_true", help="run modelling code that the Hub repository ships")
+    plan.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def build_optimizer(name: str, model: nn.Module, optim_args: str | None) -> MatrixOptimizer:
+    """The optimizer that ``TrainingArguments(optim=name, optim_args=optim_args)`` would train ``model`` with.
+
+    Raises:
+        ValueError: for an unknown name, or options that do not fit.
+    """
+    from hf_emopt.integrations.optim_args import parse_optim_args
+    from hf_emopt.integrations.transformers import OPTIMIZERS, PREFIX
+
+    optimizer_cls = OPTIMIZERS.get(name.removeprefix(PREFIX))
+    if optimizer_cls is None:
+        close = difflib.get_close_matches(name, OPTIMIZERS, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"--optim {name!r} is not one of {', '.join(OPTIMIZERS)}{hint}")
+    return optimizer_cls(model, **parse_optim_args(optim_args, optimizer_cls))
+
+
+def run_plan(options: argparse.Namespace) -> int:
+    """``hf-emopt plan``."""
+    import torch
+
+    from hf_emopt.integrations.meta_model import load_meta_model
+    from hf_emopt.planning import estimate
+
+    if options.world_size < 1:
+        raise ValueError(f"--world-size {options.world_size} must be at least 1")
+    model = load_meta_model(options.model, options.trust_remote_code)
+    if options.dtype is not None:
+        dtype = getattr(torch, options.dtype, None)
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise ValueError(f"--dtype {options.dtype} is no floating-point dtype; try float32, bfloat16 or float16")
+        model = model.to(dtype)
+    optimizer = build_optimizer(options.optim, model, options.optim_args)
+    figures = estimate(optimizer, options.world_size)
+    if options.json:
+        print(json.dumps({"model": options.model, "optim": options.optim, "routes": optimizer.routes.to_dict(), **figures.to_dict()}))
+    else:
+        print(optimizer.routes)
+        print(figures)
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit status, 2 with one line on standard error for bad input."""
+    options = build_parser().parse_args(arguments)
+    try:
+        return run_plan(options)
+    except (ValueError, FileNotFoundError) as error:
+        print(f"hf-emopt: {error}", file=sys.stderr)
+        return 2

@@ -1,0 +1,57 @@
+"""A Hub model's shapes without its weights: configuration to meta-device module."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import transformers
+from torch import nn
+
+__all__ = ["load_meta_model"]
+
+_FALLBACKS = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM", "AutoModel")
+
+
+def load_meta_model(source: str, trust_remote_code: bool = False) -> nn.Module:
+    """The model that a configuration describes, on the meta device: shapes and dtypes, no memory, no weights.
+
+    Args:
+        source: a Hub id, a folder with a ``config.json``, or the path of such a file. Paths need no network.
+        trust_remote_code: run the modelling code that a Hub repository ships.
+
+    Returns:
+        The class that the configuration names under ``architectures``, else the first of transformers' auto classes that
+        takes it; weights are tied as in the real model.
+
+    Raises:
+        FileNotFoundError: when a path does not lead to a configuration.
+        ValueError: when the Hub id cannot be had, or no class takes the configuration.
+    """
+    path = Path(source)
+    if path.suffix == ".json" or path.exists():
+        file = path / "config.json" if path.is_dir() else path
+        if not file.is_file():
+            raise FileNotFoundError(f"{file} does not exist; give a folder with a config.json, such a file, or a Hub id")
+    try:
+        config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+    except OSError as error:
+        raise ValueError(f"no configuration for {source!r}: it is no local path, and the Hub gave none ({error})") from error
+    names = [n for n in (getattr(config, "architectures", None) or []) if hasattr(transformers, n)]
+    failures = []
+    with torch.device("meta"):
+        for name in names:
+            return _tied(getattr(transformers, name)._from_config(config))
+        for name in _FALLBACKS:
+            try:
+                return _tied(getattr(transformers, name).from_config(config, trust_remote_code=trust_remote_code))
+            except ValueError as error:
+                failures.append(f"{name}: {str(error).splitlines()[0]}")
+    raise ValueError(f"no model class takes the configuration of {source!r}:\n" + "\n".join(failures))
+
+
+def _tied(model: nn.Module) -> nn.Module:
+    tie = getattr(model, "tie_weights", None)
+    if tie is not None:
+        tie()
+    return model

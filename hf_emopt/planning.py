@@ -1,0 +1,107 @@
+"""What a run will cost, from shapes alone: state bytes and floating-point operations of a step."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+import torch
+
+from hf_emopt.distributed.plan import make_plan
+from hf_emopt.groups import unpack_units
+from hf_emopt.matrix_optimizer import MatrixOptimizer
+from hf_emopt.rules.elementwise import init_adamw_state
+from hf_emopt.rules.masters import store_weights
+
+__all__ = ["StepEstimate", "adamw_state_bytes", "estimate"]
+
+
+@dataclass(frozen=True)
+class StepEstimate:
+    """Figures of one optimizer on one model.
+
+    Attributes:
+        matrices: whole matrices transformed in a step.
+        matrix_numel, aux_numel: elements trained by the rule and by AdamW.
+        matrix_state_bytes, aux_state_bytes: optimizer state of all ranks together.
+        adamw_state_bytes: state of ``torch.optim.AdamW`` for the same parameters.
+        transform_flops: floating-point operations of the transforms in a step, all ranks together.
+        world_size: ranks that share the transforms.
+        rank_flops: of each rank; the largest decides.
+        imbalance: largest over mean of ``rank_flops``.
+    """
+
+    matrices: int
+    matrix_numel: int
+    aux_numel: int
+    matrix_state_bytes: int
+    aux_state_bytes: int
+    adamw_state_bytes: int
+    transform_flops: int
+    world_size: int
+    rank_flops: tuple[int, ...]
+    imbalance: float
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        total = self.matrix_state_bytes + self.aux_state_bytes
+        numel = max(1, self.matrix_numel + self.aux_numel)
+        lines = [
+            f"optimizer state: {_bytes(total)} ({total / numel:.2f} bytes a parameter), AdamW's: "
+            f"{_bytes(self.adamw_state_bytes)} ({self.adamw_state_bytes / numel:.2f}), ratio "
+            f"{total / max(1, self.adamw_state_bytes):.2f}",
+            f"  matrices {_bytes(self.matrix_state_bytes)}, everything else {_bytes(self.aux_state_bytes)}",
+            f"transforms a step: {self.matrices:,} matrices, {self.transform_flops / 1e12:.4g} TFLOP",
+        ]
+        if self.world_size > 1:
+            lines.append(
+                f"on {self.world_size} ranks, one owner a matrix: at most {max(self.rank_flops) / 1e12:.4g} TFLOP a rank, "
+                f"{self.imbalance:.3f} of the mean"
+            )
+        return "\n".join(lines)
+
+
+def estimate(optimizer: MatrixOptimizer, world_size: int = 1) -> StepEstimate:
+    """Figures for an optimizer's parameters, which may lie on the meta device.
+
+    Raises:
+        ValueError: when ``world_size`` is not positive.
+    """
+    matrix_bytes = aux_bytes = reference = matrices = matrix_numel = aux_numel = 0
+    for group in optimizer.param_groups:
+        for position, param in enumerate(group["params"]):
+            meta = torch.empty_like(param, device="meta")
+            reference += 2 * meta.nbytes + 4
+            state: dict[str, torch.Tensor] = {"step": torch.empty((), device="meta")}
+            store_weights([meta], [meta.float()], [state], group["low_precision_weights"])
+            if group["kind"] == "matrix":
+                state |= optimizer.rule.init_state(meta, group)
+                for index, unit in enumerate(unpack_units(group["units"][position])):
+                    matrices += unit.shape[0]
+                    for key, value in optimizer.rule.init_unit_state(unit.shape, group, meta).items():
+                        state[f"{key}.{index}"] = value
+                matrix_bytes += sum(t.nbytes for t in state.values())
+                matrix_numel += meta.numel()
+            else:
+                state |= init_adamw_state(meta)
+                aux_bytes += sum(t.nbytes for t in state.values())
+                aux_numel += meta.numel()
+    plan = make_plan(optimizer.planned_parameters(), world_size)
+    return StepEstimate(
+        matrices,
+        matrix_numel,
+        aux_numel,
+        matrix_bytes,
+        aux_bytes,
+        reference,
+        plan.cost,
+        world_size,
+        tuple(plan.loads()),
+        plan.imbalance,
+    )
+
+
+def _bytes(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.2f} MiB"

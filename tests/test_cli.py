@@ -1,0 +1,109 @@
+"""``hf-emopt plan`` against an optimizer that has really been stepped."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
+
+import hf_emopt
+from hf_emopt.cli import main
+
+
+def tiny_config(**kwargs) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, architectures=["LlamaForCausalLM"], **kwargs,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    tiny_config().save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
+    assert main(["plan", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("optim, cls", [("muon", hf_emopt.Muon), ("emopt_normuon", hf_emopt.NorMuon)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_state_bytes_and_counts_are_those_of_a_real_step(folder, capsys, optim: str, cls, dtype: str) -> None:
+    figures = planned(capsys, folder, "--optim", optim, "--dtype", dtype)
+    model = AutoModelForCausalLM.from_config(tiny_config()).to(getattr(torch, dtype))
+    optimizer = cls(model)
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    measured = sum(v.nbytes for entry in optimizer.state.values() for v in entry.values())
+    assert figures["matrix_state_bytes"] + figures["aux_state_bytes"] == measured
+    assert figures["matrices"] == optimizer.transform_count == 2 * 7
+    assert figures["matrix_numel"] + figures["aux_numel"] == sum(p.numel() for p in model.parameters())
+    adamw = torch.optim.AdamW(model.parameters())
+    adamw.step()
+    assert figures["adamw_state_bytes"] == sum(v.nbytes for entry in adamw.state.values() for v in entry.values())
+
+
+def test_flops_follow_the_formula(folder, capsys) -> None:
+    """Five steps of X X^T, (X X^T)^2 and their product with X, two operations a multiply-add."""
+    figures = planned(capsys, folder)
+
+    def cost(m: int, n: int) -> int:
+        s, long = min(m, n), max(m, n)
+        return 5 * (2 * s * s * long + 2 * s**3 + 2 * s * s * long)
+
+    layer = 2 * cost(32, 32) + 2 * cost(16, 32) + 3 * cost(48, 32)
+    assert figures["transform_flops"] == 2 * layer
+
+
+def test_ranks_share_the_work(folder, capsys) -> None:
+    figures = planned(capsys, folder, "--world-size", "4")
+    assert len(figures["rank_flops"]) == 4
+    assert sum(figures["rank_flops"]) == figures["transform_flops"]
+    assert figures["imbalance"] == pytest.approx(max(figures["rank_flops"]) * 4 / figures["transform_flops"])
+
+
+def test_a_config_file_and_a_folder_are_the_same(folder, capsys) -> None:
+    by_file = planned(capsys, str(Path(folder) / "config.json"))
+    assert by_file | {"model": folder} == planned(capsys, folder)
+
+
+def test_the_table_is_printed(folder, capsys) -> None:
+    assert main(["plan", folder]) == 0
+    out = capsys.readouterr().out
+    for expected in ("q_proj", "embed_tokens", "AdamW's", "TFLOP"):
+        assert expected in out
+
+
+def test_tied_embeddings_count_once(tmp_path: Path, capsys) -> None:
+    tiny_config(tie_word_embeddings=True).save_pretrained(tmp_path)
+    tied = planned(capsys, str(tmp_path))
+    tiny_config(tie_word_embeddings=False).save_pretrained(tmp_path)
+    untied = planned(capsys, str(tmp_path))
+    assert untied["aux_numel"] - tied["aux_numel"] == 64 * 32
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["nowhere/config.json"], "does not exist"),
+        (["FOLDER", "--optim", "mun"], "did you mean 'muon'"),
+        (["FOLDER", "--optim_args", "ns_step=3"], "ns_steps"),
+        (["FOLDER", "--world-size", "0"], "--world-size 0"),
+        (["FOLDER", "--dtype", "int8"], "--dtype int8"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(folder, capsys, arguments: list[str], message: str) -> None:
+    assert main(["plan", *[folder if a == "FOLDER" else a for a in arguments]]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_unknown_configuration_says_so(tmp_path: Path, capsys) -> None:
+    PreTrainedConfig().save_pretrained(tmp_path)
+    assert main(["plan", str(tmp_path)]) == 2
+    assert "hf-emopt:" in capsys.readouterr().err
