@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from text_data import BlockDataset, pack_blocks, split_documents, stdlib_documents, text_documents, train_tokenizer
 from tqdm.auto import tqdm
 from transformers import (
     AutoModelForCausalLM,
@@ -36,6 +35,8 @@ from transformers import (
 )
 
 import hf_emopt  # noqa: F401  registers "muon" and its kin with TrainingArguments
+from hf_emopt.integrations.transformers import unwrap_optimizer
+from text_data import BlockDataset, pack_blocks, split_documents, stdlib_documents, text_documents, train_tokenizer
 
 FROM_SCRATCH_LEARNING_RATE = 2e-3
 FINE_TUNE_LEARNING_RATE = 5e-5
@@ -47,11 +48,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model_name_or_path", help="Hub id or local folder to fine-tune instead of a fresh Llama")
     parser.add_argument("--train_file", help="text file or folder to train on instead of the standard library")
-    parser.add_argument("--optim", default="adamw_torch,muon", help="comma-separated names for TrainingArguments(optim=)")
+    parser.add_argument(
+        "--optim", default="adamw_torch,muon", help="comma-separated names for TrainingArguments(optim=)"
+    )
     parser.add_argument(
         "--learning_rate",
         type=float,
-        help=f"one rate for every optimizer (default {FROM_SCRATCH_LEARNING_RATE}; {FINE_TUNE_LEARNING_RATE} with a model)",
+        help=f"one for every optimizer (default {FROM_SCRATCH_LEARNING_RATE}; {FINE_TUNE_LEARNING_RATE} with a model)",
     )
     parser.add_argument("--max_steps", type=int, default=200)
     parser.add_argument("--eval_steps", type=int, help="default: a tenth of the run")
@@ -61,7 +64,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--hidden_size", type=int, default=192)
     parser.add_argument("--num_layers", type=int, default=4)
     parser.add_argument("--eval_blocks", type=int, default=128, help="held-out blocks evaluated each time")
-    parser.add_argument("--max_corpus_mb", type=float, default=12.0, help="stop reading text after this many million characters")
+    parser.add_argument(
+        "--max_corpus_mb", type=float, default=12.0, help="stop reading text after this many million characters"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output_dir", default="demo-out")
     args = parser.parse_args(argv)
@@ -117,8 +122,9 @@ def prepare(args: argparse.Namespace) -> tuple[PreTrainedModel, BlockDataset, Bl
     # A spread over the whole hold-out rather than its beginning.
     held_out = held_out[:: max(1, len(held_out) // args.eval_blocks)][: args.eval_blocks]
     print(
-        f"{len(documents):,} files, {sum(map(len, documents)) / 1e6:.1f} M characters; {train.numel() / 1e6:.2f} M training "
-        f"tokens ({len(train):,} blocks of {args.block_size}), {held_out.numel():,} held-out tokens; "
+        f"{len(documents):,} files, {sum(map(len, documents)) / 1e6:.1f} M characters; "
+        f"{train.numel() / 1e6:.2f} M training tokens ({len(train):,} blocks of {args.block_size}), "
+        f"{held_out.numel():,} held-out tokens; "
         f"{model.num_parameters() / 1e6:.2f} M parameters"
     )
     return model, BlockDataset(train), BlockDataset(held_out)
@@ -136,9 +142,7 @@ class LossBar(TrainerCallback):
     ) -> None:
         self.bar = tqdm(total=state.max_steps, desc=self.name, unit="step", mininterval=1.0)
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.bar.update(state.global_step - self.bar.n)
 
     def on_log(
@@ -201,13 +205,13 @@ def train_once(
     history = trainer.state.log_history
     if trainer.state.global_step % args.eval_steps:
         trainer.evaluate()  # the last step, where it is not a multiple of eval_steps
-    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    optimizer = unwrap_optimizer(trainer.optimizer)
     return {
         "optim": optim,
         "seconds": seconds,
         "train": [[row["step"], row["loss"]] for row in history if "loss" in row],
         "held_out": [[row["step"], row["eval_loss"]] for row in history if "eval_loss" in row],
-        "matrix_transforms": getattr(optimizer, "transform_count", 0),
+        "matrix_transforms": 0 if optimizer is None else optimizer.transform_count,
     }
 
 
@@ -249,7 +253,11 @@ def plot(runs: Sequence[dict[str, Any]], learning_rate: float, path: Path) -> No
         name = LABELS.get(run["optim"], run["optim"])
         axes.plot(*zip(*run["held_out"], strict=True), f"C{index}o-", markersize=3, label=f"{name}, held out")
         axes.plot(*zip(*run["train"], strict=True), f"C{index}--", alpha=0.5, label=f"{name}, training")
-    axes.set(xlabel="step", ylabel="loss (nats per token)", title=f"Same model, same batches, learning rate {learning_rate:g}")
+    axes.set(
+        xlabel="step",
+        ylabel="loss (nats per token)",
+        title=f"Same model, same batches, learning rate {learning_rate:g}",
+    )
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=150)
@@ -265,7 +273,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     initial = copy.deepcopy(model.state_dict())
     runs = []
     for optim in args.optim:
-        print(f"\n{LABELS.get(optim, optim)}: optim={optim!r}, learning rate {args.learning_rate:g}, {args.max_steps} steps")
+        name = LABELS.get(optim, optim)
+        print(f"\n{name}: optim={optim!r}, learning rate {args.learning_rate:g}, {args.max_steps} steps")
         model.load_state_dict(initial)
         runs.append(train_once(optim, model, train, held_out, args))
     result = {"arguments": vars(args), "runs": runs}

@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from text_data import stdlib_files, train_tokenizer
 from torch.utils.data import Dataset
 from transformers import (
     AutoModelForSequenceClassification,
@@ -31,16 +30,17 @@ from transformers import (
     BertConfig,
     DataCollatorWithPadding,
     EvalPrediction,
-    HfArgumentParser,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Trainer,
     TrainingArguments,
     set_seed,
 )
-from yaml_args import parse_args
 
 import hf_emopt  # noqa: F401  registers "muon" and its kin with TrainingArguments
+from hf_emopt.integrations.transformers import unwrap_optimizer
+from text_data import stdlib_files, train_tokenizer
+from yaml_args import parse_args
 
 Row = tuple[str, str]
 
@@ -52,7 +52,9 @@ class ModelArguments:
     model_name_or_path: str | None = field(default=None, metadata={"help": "Hub id or local folder to fine-tune."})
     tokenizer_name: str | None = field(
         default=None,
-        metadata={"help": "Hub id or folder; default: the model's own, or a byte-level BPE trained on the training rows."},
+        metadata={
+            "help": "Hub id or folder; default: the model's own, or a byte-level BPE trained on the training rows."
+        },
     )
     dtype: str = field(default="float32", metadata={"help": "Weights' dtype on loading: float32, bfloat16 or auto."})
     hidden_size: int = field(default=128, metadata={"help": "Width of the BERT trained from scratch."})
@@ -113,7 +115,7 @@ def read_rows(source: str, text_column: str, label_column: str) -> list[Row]:
 
 
 def outer_functions(tree: ast.Module | ast.ClassDef) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    """Functions and methods, but none inside another function: its text would stand in two rows, maybe on both sides."""
+    """Functions and methods, but none inside another function: its text would stand in two rows, one maybe held out."""
     for node in tree.body:
         if isinstance(node, ast.ClassDef):
             yield from outer_functions(node)
@@ -157,7 +159,8 @@ def split_rows(rows: Sequence[Row], every: int) -> tuple[list[Row], list[Row]]:
     """
     unique = list({text: (text, label) for text, label in rows}.values())
     counts: Counter[str] = Counter()
-    train, held_out = [], []
+    train: list[Row] = []
+    held_out: list[Row] = []
     for row in unique:
         counts[row[1]] += 1
         (held_out if counts[row[1]] % every == 0 else train).append(row)
@@ -215,7 +218,6 @@ def load_model(
         intermediate_size=4 * arguments.hidden_size,
         max_position_embeddings=max_length,
         pad_token_id=tokenizer.pad_token_id,
-        num_labels=len(labels),
         id2label=names,
         label2id=labels,
     )
@@ -224,12 +226,10 @@ def load_model(
 
 def load_rows(data: DataArguments) -> tuple[list[Row], list[Row]]:
     """Training rows in a fixed shuffled order, and held-out rows."""
-    if data.train_file:
-        rows = read_rows(data.train_file, data.text_column, data.label_column)
-    else:
-        rows = stdlib_package_rows()
+    columns = data.text_column, data.label_column
+    rows = read_rows(data.train_file, *columns) if data.train_file else stdlib_package_rows()
     if data.validation_file:
-        held_out = read_rows(data.validation_file, data.text_column, data.label_column)
+        held_out = read_rows(data.validation_file, *columns)
         seen = {text for text, _ in held_out}
         train = [row for row in rows if row[0] not in seen]
     else:
@@ -243,8 +243,8 @@ def load_rows(data: DataArguments) -> tuple[list[Row], list[Row]]:
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     """Train, evaluate, save; returns the metrics that `eval_results.json` holds."""
-    parser = HfArgumentParser((ModelArguments, DataArguments, TrainingArguments))
-    model_args, data_args, training_args = parse_args(parser, sys.argv[1:] if argv is None else argv)
+    arguments = (ModelArguments, DataArguments, TrainingArguments)
+    model_args, data_args, training_args = parse_args(arguments, sys.argv[1:] if argv is None else argv)
     set_seed(training_args.seed)
 
     train_rows, held_out_rows = load_rows(data_args)
@@ -271,8 +271,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     metrics = trainer.evaluate()
     metrics["eval_rows"] = len(held_out_rows)
     metrics["global_step"] = trainer.state.global_step
-    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
-    if hasattr(optimizer, "transform_count"):
+    optimizer = unwrap_optimizer(trainer.optimizer)
+    if optimizer is not None:
         metrics["matrix_transforms"] = optimizer.transform_count
     trainer.log_metrics("eval", metrics)
     trainer.save_metrics("eval", metrics)

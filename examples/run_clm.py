@@ -17,12 +17,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from text_data import BlockDataset, pack_blocks, split_documents, stdlib_documents, text_documents, train_tokenizer
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    HfArgumentParser,
     LlamaConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -31,9 +29,11 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
-from yaml_args import parse_args
 
 import hf_emopt  # noqa: F401  registers "muon" and its kin with TrainingArguments
+from hf_emopt.integrations.transformers import unwrap_optimizer
+from text_data import BlockDataset, pack_blocks, split_documents, stdlib_documents, text_documents, train_tokenizer
+from yaml_args import parse_args
 
 
 @dataclass
@@ -49,7 +49,9 @@ class ModelArguments:
     )
     tokenizer_name: str | None = field(
         default=None,
-        metadata={"help": "Hub id or folder; default: the model's own, or a byte-level BPE trained on the training text."},
+        metadata={
+            "help": "Hub id or folder; default: the model's own, or a byte-level BPE trained on the training text."
+        },
     )
     dtype: str = field(default="float32", metadata={"help": "Weights' dtype on loading: float32, bfloat16 or auto."})
     lora_r: int = field(default=0, metadata={"help": "Rank of LoRA adapters (needs peft); 0 trains every weight."})
@@ -104,13 +106,13 @@ def load_tokenizer(
     return train_tokenizer(("".join(run) for run in train_runs), data.vocab_size)
 
 
-def load_model(
-    arguments: ModelArguments, tokenizer: PreTrainedTokenizerBase, block_size: int
-) -> PreTrainedModel:
+def load_model(arguments: ModelArguments, tokenizer: PreTrainedTokenizerBase, block_size: int) -> PreTrainedModel:
     """A pretrained model, or one with random weights whose vocabulary is the tokenizer's."""
     if arguments.model_name_or_path:
         if arguments.config_name or arguments.config_overrides:
-            raise ValueError("--config_name and --config_overrides are for training from scratch: drop them or the model.")
+            raise ValueError(
+                "--config_name and --config_overrides are for training from scratch: drop them or the model."
+            )
         return AutoModelForCausalLM.from_pretrained(arguments.model_name_or_path, dtype=arguments.dtype)
     config: PreTrainedConfig
     if arguments.config_name:
@@ -153,8 +155,8 @@ def add_lora(model: PreTrainedModel, arguments: ModelArguments) -> Any:
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     """Train, evaluate, save; returns the metrics that `eval_results.json` holds."""
-    parser = HfArgumentParser((ModelArguments, DataArguments, TrainingArguments))
-    model_args, data_args, training_args = parse_args(parser, sys.argv[1:] if argv is None else argv)
+    arguments = (ModelArguments, DataArguments, TrainingArguments)
+    model_args, data_args, training_args = parse_args(arguments, sys.argv[1:] if argv is None else argv)
     set_seed(training_args.seed)
 
     train_runs, held_out_runs = load_runs(data_args)
@@ -183,8 +185,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     metrics = trainer.evaluate()
     metrics["perplexity"] = math.exp(metrics["eval_loss"])
     metrics["global_step"] = trainer.state.global_step
-    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
-    if hasattr(optimizer, "transform_count"):
+    optimizer = unwrap_optimizer(trainer.optimizer)
+    if optimizer is not None:
         metrics["matrix_transforms"] = optimizer.transform_count
     trainer.log_metrics("eval", metrics)
     trainer.save_metrics("eval", metrics)

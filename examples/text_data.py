@@ -15,8 +15,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-# Third-party code is not the standard library; the test suites are left out because some distributions do not ship them,
-# so that the corpus is the same text everywhere for one Python version.
+# Third-party code is not the standard library; the test suites are left out because some distributions do not ship
+# them, so that the corpus is the same text everywhere for one Python version.
 _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
 _TEXT_SUFFIXES = frozenset({".txt", ".md", ".rst", ".py", ".text"})
 
@@ -69,7 +69,9 @@ def text_documents(source: str | Path) -> list[str]:
         raise FileNotFoundError(f"no such text file or folder: {path}")
     documents = read_documents(files)
     if not documents:
-        raise FileNotFoundError(f"{path} holds no text: expected a UTF-8 file, or a folder with {sorted(_TEXT_SUFFIXES)}")
+        raise FileNotFoundError(
+            f"{path} holds no text: expected a UTF-8 file, or a folder with {sorted(_TEXT_SUFFIXES)}"
+        )
     return documents
 
 
@@ -148,9 +150,7 @@ def train_tokenizer(
     tokenizer.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", special_tokens=[(token, tokenizer.token_to_id(token)) for token in ("[CLS]", "[SEP]")]
     )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="[PAD]", cls_token="[CLS]", sep_token="[SEP]"
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", cls_token="[CLS]", sep_token="[SEP]")
 
 
 def pack_blocks(
@@ -187,7 +187,7 @@ def pack_blocks(
 
 
 class BlockDataset(Dataset[dict[str, torch.Tensor]]):
-    """Blocks of token ids as causal-LM samples: `input_ids` and `labels` (equal; the model shifts them), `(block_size,)`."""
+    """Blocks of token ids, `(blocks, block_size)`, as causal-LM samples; `labels` are `input_ids`, the model shifts."""
 
     def __init__(self, blocks: torch.Tensor) -> None:
         self.blocks = blocks

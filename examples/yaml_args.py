@@ -11,8 +11,8 @@ import yaml
 from transformers import HfArgumentParser
 
 
-def parse_args(parser: HfArgumentParser, argv: Sequence[str]) -> tuple[Any, ...]:
-    """Parse `argv`; a leading `*.yaml` sets defaults that later flags override.
+def parse_args(dataclasses: Sequence[type], argv: Sequence[str]) -> tuple[Any, ...]:
+    """Parse `argv` into one instance of each dataclass; a leading `*.yaml` sets defaults that later flags override.
 
     `HfArgumentParser.parse_yaml_file` takes a file alone. Here the file's values become the parser's defaults, so
     one YAML per experiment and a flag per variation go together, and a number that YAML reads as text (`2e-3`)
@@ -21,6 +21,7 @@ def parse_args(parser: HfArgumentParser, argv: Sequence[str]) -> tuple[Any, ...]
     Raises:
         ValueError: the file names an unknown argument (close matches are given) or is not a mapping.
     """
+    parser = HfArgumentParser(dataclasses)  # type: ignore[arg-type]  # annotated for one dataclass or a NewType of Any
     arguments = list(argv)
     if arguments and arguments[0].endswith((".yaml", ".yml")):
         path = Path(arguments.pop(0))
