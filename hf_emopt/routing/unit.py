@@ -50,13 +50,16 @@ class Unit:
         if sorted(order) != list(range(len(self.view))):
             raise ValueError(f"unit {self.name!r}: batch + rows + cols = {order} must name each of {self.view} once")
         if not self.rows or not self.cols:
-            raise ValueError(f"unit {self.name!r}: a matrix needs rows and columns, got rows={self.rows} cols={self.cols}")
+            raise ValueError(
+                f"unit {self.name!r}: a matrix needs rows and columns, got rows={self.rows} cols={self.cols}"
+            )
         if self.dim is not None and not (0 <= self.start < self.stop <= self.view[self.dim] and self.step >= 1):
-            raise ValueError(f"unit {self.name!r}: cut {self.start}:{self.stop}:{self.step} is outside dimension {self.dim} of {self.view}")
+            cut = f"{self.start}:{self.stop}:{self.step}"
+            raise ValueError(f"unit {self.name!r}: cut {cut} is outside dimension {self.dim} of {self.view}")
 
     @classmethod
     def whole(cls, shape: tuple[int, ...] | torch.Size, *, transposed: bool = False, name: str = "") -> Unit:
-        """The unit of a plain matrix ``(out, in)``, or ``(in, out)`` when ``transposed``; leading dimensions are a batch."""
+        """A plain matrix ``(out, in)``, or ``(in, out)`` when ``transposed``; leading dimensions are a batch."""
         dims = tuple(shape)
         if len(dims) < 2:
             raise ValueError(f"a matrix needs two dimensions, got shape {dims}")
@@ -70,7 +73,7 @@ class Unit:
         if self.dim is None:
             return self.view
         length = len(range(self.start, self.stop, self.step))
-        return self.view[: self.dim] + (length,) + self.view[self.dim + 1 :]
+        return (*self.view[: self.dim], length, *self.view[self.dim + 1 :])
 
     @property
     def shape(self) -> tuple[int, int, int]:

@@ -1,0 +1,74 @@
+"""``matrix_modules`` and ``aux_modules``: regular expressions over whole components of dotted names."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+
+__all__ = ["Patterns"]
+
+
+def _compile(pattern: str, option: str) -> re.Pattern[str]:
+    try:
+        # A match begins at the start or after a dot, and stops before a dot or at the end.
+        return re.compile(rf"(?<![^.])(?:{pattern})(?![^.])")
+    except re.error as error:
+        raise ValueError(f"{option}: {pattern!r} is not a regular expression ({error})") from None
+
+
+class Patterns:
+    """One option's patterns.
+
+    A pattern may match anywhere in the dotted name, but only whole components: ``gate`` matches ``mlp.gate.weight`` and
+    neither ``mlp.gate_proj.weight`` nor ``attn_gated_norm.weight``; ``layers\\.[0-3]`` matches the first four layers.
+
+    Args:
+        patterns: one regular expression, several, or None.
+        option: name of the option, for messages.
+
+    Raises:
+        ValueError: a pattern is empty or not a regular expression.
+    """
+
+    def __init__(self, patterns: str | Sequence[str] | None, option: str) -> None:
+        self.option = option
+        texts = [] if patterns is None else [patterns] if isinstance(patterns, str) else list(patterns)
+        if any(not text for text in texts):
+            raise ValueError(f"{option}: a pattern is empty; give the dotted name of a module or parameter")
+        self._compiled = {text: _compile(text, option) for text in texts}
+
+    def __bool__(self) -> bool:
+        return bool(self._compiled)
+
+    def find(self, names: Iterable[str]) -> str | None:
+        """The first pattern that matches one of ``names``, or None."""
+        candidates = list(names)
+        for text, compiled in self._compiled.items():
+            if any(compiled.search(name) for name in candidates):
+                return text
+        return None
+
+    def check_matched(self, trainable: Sequence[str], frozen: Sequence[str] = ()) -> None:
+        """Every pattern must match a trainable parameter.
+
+        Raises:
+            ValueError: names the pattern, and names that are close to it.
+        """
+        for text, compiled in self._compiled.items():
+            if any(compiled.search(name) for name in trainable):
+                continue
+            hit = next((name for name in frozen if compiled.search(name)), None)
+            if hit is not None:
+                raise ValueError(
+                    f"{self.option}: {text!r} matches frozen parameters only, such as {hit}; unfreeze it or drop it"
+                )
+            last = re.split(r"\\?\.", text)[-1]
+            components = sorted({part for name in trainable for part in name.split(".") if not part.isdigit()})
+            close = difflib.get_close_matches(last, components, n=5, cutoff=0.5)
+            contains = [part for part in components if last in part and part not in close]
+            near = ", ".join((close + contains)[:6]) or ", ".join(components[:8])
+            raise ValueError(
+                f"{self.option}: {text!r} matches no parameter. Patterns match whole dotted components; "
+                f"close names: {near}"
+            )

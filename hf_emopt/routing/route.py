@@ -1,0 +1,300 @@
+"""Which parts of which parameter are matrices. Asked once, before the model is sharded."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor, nn
+
+from .embeddings import special_parameters
+from .layouts import conv
+from .module_types import decide
+from .overrides import Patterns
+from .parameter import Decision, ParameterInfo, aux, class_names, global_shape, iter_parameters, matrix
+from .table import ParameterRoute, RouteTable, coverage_warning
+from .unit import Unit
+
+__all__ = [
+    "ParameterRoute",
+    "RouteTable",
+    "coverage_warning",
+    "route_named_parameters",
+    "route_parameters",
+    "route_parameters_list",
+]
+
+# transformers' rule (Trainer.get_decay_parameter_names): these names, in lower case, and anything inside nn.LayerNorm.
+_NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
+
+_EMBEDDING_COMPONENT = re.compile(r"(\w+_)?embed(ding)?s?(_(in|tokens|positions))?|wte|wpe|shared")
+_HEAD_COMPONENT = re.compile(r"(\w+_)?lm_head|embed_out|classifier|score|qa_outputs|head|proj_out")
+_ROUTER_COMPONENT = re.compile(r"router|gate|shared_expert_gate")
+
+
+def route_parameters(
+    model: nn.Module,
+    *,
+    matrix_modules: str | Sequence[str] | None = None,
+    aux_modules: str | Sequence[str] | None = None,
+    per_head: bool = False,
+    trainable_only: bool = True,
+) -> RouteTable:
+    """Routes every parameter of a model, by the types and attributes of the modules that use it.
+
+    Linear maps, convolutions, stacks of experts and adapters are matrices: each is cut into the matrices that the
+    forward pass multiplies by (fused projections split, transposed storage swapped, expert stacks as batches, a
+    convolution as ``(out, in * kernel)``). Embeddings, output heads, routers, norms, biases, gains, depthwise
+    convolutions, convolutions of raw input and bare parameters of unknown use are updated elementwise. A tied weight is
+    one route; it is an embedding or a head if any of its uses is. Shapes are global: ``ds_shape`` under ZeRO-3, a
+    DTensor's own shape otherwise.
+
+    Args:
+        model: any module, wrapped (DDP, ``torch.compile``, PEFT ...) or not, also on ``meta``.
+        matrix_modules: regular expressions for parameters that shall be matrices whatever the rules say. They match
+            whole components of the dotted name without the prefixes that wrappers add (``module.``, ``_orig_mod.``,
+            ``_checkpoint_wrapped_module.``, ``base_model.model.``): ``"lm_head"``, ``r"layers\\.0\\.mlp"``; ``gate``
+            does not match ``gate_proj``. Biases and other vectors below a named module stay elementwise.
+        aux_modules: the same for parameters that shall be updated elementwise.
+        per_head: split query, key and value projections into one matrix ``(head_dim, in)`` per attention head. The
+            output projection stays whole.
+        trainable_only: leave out parameters with ``requires_grad=False``.
+
+    Returns:
+        A :class:`RouteTable` in the order and with the names of ``model.named_parameters()``.
+
+    Raises:
+        ValueError: a pattern matches nothing, two patterns claim one parameter, ``matrix_modules`` names only vectors,
+            or two uses of a tied weight need different matrices.
+    """
+    force_matrix, force_aux = Patterns(matrix_modules, "matrix_modules"), Patterns(aux_modules, "aux_modules")
+    infos = list(iter_parameters(model, per_head=per_head))
+    special = special_parameters(model, infos)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    no_decay = _names_inside_layer_norm(model)
+
+    uses: dict[int, list[ParameterInfo]] = {}
+    for info in infos:
+        uses.setdefault(id(info.parameter), []).append(info)
+    kept = {key: group for key, group in uses.items() if group[0].parameter.requires_grad or not trainable_only}
+    canonical = [info.canonical for group in kept.values() for info in group]
+    frozen = [info.canonical for key, group in uses.items() if key not in kept for info in group]
+    for patterns in (force_matrix, force_aux):
+        patterns.check_matched(canonical, frozen)
+
+    routes = []
+    vectors: dict[str, str] = {}
+    used: set[str] = set()
+    for key, group in kept.items():
+        name = names.get(key, group[0].name)
+        decision = _override(group, special, force_matrix, force_aux, name, vectors, used)
+        if decision is None:
+            decision = _agree(group, [decide(info, special) for info in group])
+        owner = class_names(group[0].owner)
+        routes.append(
+            ParameterRoute(
+                name=name,
+                shape=group[0].shape,
+                kind=decision.kind,
+                units=decision.units,
+                decay=all(_decays(info, decision, no_decay) for info in group),
+                reason=decision.reason,
+                module_type=owner[0] if owner else type(group[0].owner).__name__,
+                aliases=tuple(info.name for info in group if info.name != name),
+                role=decision.role,
+            )
+        )
+    _check_vectors(vectors, used)
+    return RouteTable(routes)
+
+
+def _agree(group: list[ParameterInfo], decisions: list[Decision]) -> Decision:
+    """One decision for all uses of a parameter, whatever their order."""
+    elementwise = [d for d in decisions if d.kind == "aux"]
+    if elementwise:
+        rank = ("head", "embedding")  # a tied input embedding and head counts as an embedding
+        return max(elementwise, key=lambda d: (rank.index(d.role) if d.role in rank else -1, d.reason))
+    if len({d.units for d in decisions}) > 1:
+        raise ValueError(
+            f"{group[0].name} is tied to {', '.join(info.name for info in group[1:])}, and these uses need different "
+            "matrices; name it in aux_modules"
+        )
+    return min(decisions, key=lambda d: d.reason)
+
+
+def _override(
+    group: list[ParameterInfo],
+    special: dict[int, tuple[str, str]],
+    force_matrix: Patterns,
+    force_aux: Patterns,
+    name: str,
+    vectors: dict[str, str],
+    used: set[str],
+) -> Decision | None:
+    """The user's word for one parameter. Notes in ``vectors`` and ``used`` which patterns met vectors and matrices."""
+    canonical = [info.canonical for info in group]
+    wanted, refused = force_matrix.find(canonical), force_aux.find(canonical)
+    if wanted is not None and sum(size > 1 for size in group[0].shape) < 2:
+        vectors[wanted] = name
+        wanted = None
+    if wanted is not None and refused is not None:
+        raise ValueError(
+            f"{name} is claimed by matrix_modules {wanted!r} and by aux_modules {refused!r}; keep one of them"
+        )
+    if refused is not None:
+        return aux(f"aux_modules {refused!r}", "override")
+    if wanted is None:
+        return None
+    used.add(wanted)
+    natural = [decide(info, special) for info in group]
+    units = next((d.units for d in natural if d.kind == "matrix"), None) or _forced_units(group[0])
+    return matrix(units, f"matrix_modules {wanted!r}", "override")
+
+
+def _forced_units(info: ParameterInfo) -> tuple[Unit, ...]:
+    """Matrices of a parameter that no rule takes for one: a convolution flattened, otherwise as it is stored."""
+    if "Conv1D" in class_names(info.owner):
+        return (Unit.whole(info.shape, transposed=True),)
+    if isinstance(info.owner, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+        return conv(info.shape, 1)
+    return (Unit.whole(info.shape),)
+
+
+def _check_vectors(vectors: dict[str, str], used: set[str]) -> None:
+    for pattern, name in vectors.items():
+        if pattern not in used:
+            raise ValueError(
+                f"matrix_modules {pattern!r}: {name} is a vector, which cannot be a matrix; name a parameter with two "
+                "dimensions larger than 1, or drop the pattern"
+            )
+
+
+def _names_inside_layer_norm(model: nn.Module) -> set[str]:
+    prefixes = [
+        name for name, module in model.named_modules(remove_duplicate=False) if isinstance(module, nn.LayerNorm)
+    ]
+    return {f"{prefix}." for prefix in prefixes if prefix}
+
+
+def _decays(info: ParameterInfo, decision: Decision, layer_norms: set[str]) -> bool:
+    """transformers' rule by name and ``nn.LayerNorm``; nor do vectors and bare gains such as ``(C, 1, 1)`` decay."""
+    if _NO_DECAY.search(info.canonical.lower()) or any(info.name.startswith(prefix) for prefix in layer_norms):
+        return False
+    if decision.kind == "matrix":
+        return True
+    flat = sum(size > 1 for size in info.shape) < 2
+    return not (len(info.shape) < 2 or (flat and info.leaf != "weight"))
+
+
+def _by_name(name: str, shape: tuple[int, ...]) -> Decision:
+    """Route of a parameter of which only the name and the shape are known."""
+    if sum(size > 1 for size in shape) < 2:
+        return aux("by name: vector or gain", "gain")
+    *path, leaf = name.split(".")
+    if leaf == "bias" or leaf.endswith("_bias"):
+        return aux("by name: bias", "bias")
+    if len(shape) > 2:
+        raise ValueError(
+            f"{name} has shape {shape}: without its module nobody knows which dimensions are a matrix. Pass the model "
+            "instead of its parameters, or name it in aux_modules"
+        )
+    for role, component in (
+        ("embedding", _EMBEDDING_COMPONENT), ("head", _HEAD_COMPONENT), ("router", _ROUTER_COMPONENT)
+    ):  # fmt: skip
+        if any(component.fullmatch(part) for part in (*path, leaf)):
+            return aux(f"by name: {role}", role)
+    return matrix((Unit.whole(shape),), "by name: two dimensions, taken as stored (out, in)")
+
+
+def route_named_parameters(
+    named: Iterable[tuple[str, Tensor]],
+    *,
+    matrix_modules: str | Sequence[str] | None = None,
+    aux_modules: str | Sequence[str] | None = None,
+) -> RouteTable:
+    """Routes parameters by name and shape, when the modules are not at hand.
+
+    Two dimensions are a matrix ``(out, in)``, unless a component of the name is one of an embedding (``embed_tokens``,
+    ``wte``), a head (``lm_head``, ``classifier``) or a router. Fused and transposed projections cannot be recognised:
+    prefer :func:`route_parameters`.
+
+    Args:
+        named: ``(name, parameter)`` pairs, as from ``model.named_parameters()``.
+        matrix_modules, aux_modules: as in :func:`route_parameters`.
+
+    Raises:
+        ValueError: a parameter has three or more dimensions larger than the rules can read, a name occurs twice for two
+            parameters, or a pattern is at fault.
+    """
+    pairs: dict[str, Tensor] = {}
+    for name, parameter in named:
+        if pairs.setdefault(name, parameter) is not parameter:
+            raise ValueError(f"two parameters are named {name!r}")
+    force_matrix, force_aux = Patterns(matrix_modules, "matrix_modules"), Patterns(aux_modules, "aux_modules")
+    for patterns in (force_matrix, force_aux):
+        patterns.check_matched(list(pairs))
+    aliases: dict[int, list[str]] = {}
+    for name, parameter in pairs.items():
+        aliases.setdefault(id(parameter), []).append(name)
+    vectors: dict[str, str] = {}
+    used: set[str] = set()
+    routes = []
+    for names in aliases.values():
+        parameter = pairs[names[0]]
+        shape = global_shape(parameter)
+        decision = _override_by_name(names, shape, force_matrix, force_aux, vectors, used)
+        if decision is None:
+            decisions = [_by_name(name, shape) for name in names]
+            decision = next((d for d in decisions if d.kind == "aux"), decisions[0])
+        decay = not any(_NO_DECAY.search(name.lower()) for name in names) and len(shape) > 1
+        routes.append(
+            ParameterRoute(
+                names[0],
+                shape,
+                decision.kind,
+                decision.units,
+                decay,
+                decision.reason,
+                "",
+                tuple(names[1:]),
+                decision.role,
+            )
+        )
+    _check_vectors(vectors, used)
+    return RouteTable(routes)
+
+
+def _override_by_name(
+    names: list[str],
+    shape: tuple[int, ...],
+    force_matrix: Patterns,
+    force_aux: Patterns,
+    vectors: dict[str, str],
+    used: set[str],
+) -> Decision | None:
+    wanted, refused = force_matrix.find(names), force_aux.find(names)
+    if wanted is not None and sum(size > 1 for size in shape) < 2:
+        vectors[wanted] = names[0]
+        wanted = None
+    if wanted is not None and refused is not None:
+        raise ValueError(
+            f"{names[0]} is claimed by matrix_modules {wanted!r} and by aux_modules {refused!r}; keep one of them"
+        )
+    if refused is not None:
+        return aux(f"aux_modules {refused!r}", "override")
+    if wanted is None:
+        return None
+    used.add(wanted)
+    return matrix((Unit.whole(shape),), f"matrix_modules {wanted!r}", "override")
+
+
+def route_parameters_list(params: Iterable[Tensor]) -> RouteTable:
+    """Routes parameters that have no names: two dimensions are a matrix ``(out, in)``, fewer are updated elementwise.
+
+    The caller says what goes in: embeddings and heads cannot be told from matrices here. Names in the table are
+    ``param.0``, ``param.1`` ...; a parameter that occurs twice is one route.
+
+    Raises:
+        ValueError: a parameter has three or more dimensions, not counting sizes of 1.
+    """
+    return route_named_parameters((f"param.{index}", parameter) for index, parameter in enumerate(params))

@@ -1,0 +1,258 @@
+"""The route of every parameter, as data and as a table to read."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, overload
+
+from .unit import Unit
+
+__all__ = ["ParameterRoute", "RouteTable", "coverage_warning"]
+
+
+@dataclass(frozen=True)
+class ParameterRoute:
+    """Where one parameter goes.
+
+    Attributes:
+        name: its name in ``model.named_parameters()``.
+        shape: global shape, before any sharding.
+        kind: ``"matrix"``: its units are transformed as matrices; ``"aux"``: it is updated elementwise.
+        units: the matrices inside it, which cover each element once; empty for ``"aux"``.
+        decay: whether weight decay applies.
+        reason: why it is routed so.
+        module_type: class of the module that owns it.
+        aliases: its other names, for a tied weight.
+        role: ``"linear"``, ``"attention"``, ``"expert"``, ``"conv"``, ``"adapter"`` for matrices; ``"embedding"``,
+            ``"head"``, ``"router"``, ``"norm"``, ``"bias"``, ``"gain"``, ``"depthwise"``, ``"bare"`` ... for others.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    kind: str
+    units: tuple[Unit, ...]
+    decay: bool
+    reason: str
+    module_type: str
+    aliases: tuple[str, ...] = ()
+    role: str = ""
+
+    @property
+    def numel(self) -> int:
+        """Elements of the parameter."""
+        return math.prod(self.shape)
+
+
+class RouteTable(Sequence[ParameterRoute]):
+    """Routes of all parameters, in the order of ``model.named_parameters()``; printed with repeated layers folded."""
+
+    def __init__(self, routes: Sequence[ParameterRoute]) -> None:
+        self._routes = tuple(routes)
+
+    @overload
+    def __getitem__(self, index: int) -> ParameterRoute: ...
+    @overload
+    def __getitem__(self, index: slice) -> RouteTable: ...
+    def __getitem__(self, index: int | slice) -> ParameterRoute | RouteTable:
+        return RouteTable(self._routes[index]) if isinstance(index, slice) else self._routes[index]
+
+    def __len__(self) -> int:
+        return len(self._routes)
+
+    def __iter__(self) -> Iterator[ParameterRoute]:
+        return iter(self._routes)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RouteTable) and self._routes == other._routes
+
+    def __hash__(self) -> int:
+        return hash(self._routes)
+
+    @cached_property
+    def by_name(self) -> dict[str, ParameterRoute]:
+        """Routes by parameter name, aliases included."""
+        names = {alias: route for route in self._routes for alias in route.aliases}
+        names.update((route.name, route) for route in self._routes)
+        return names
+
+    @property
+    def matrices(self) -> list[ParameterRoute]:
+        """Routes of kind ``"matrix"``."""
+        return [route for route in self._routes if route.kind == "matrix"]
+
+    @property
+    def aux(self) -> list[ParameterRoute]:
+        """Routes of kind ``"aux"``."""
+        return [route for route in self._routes if route.kind == "aux"]
+
+    @property
+    def matrix_numel(self) -> int:
+        """Elements inside matrices."""
+        return sum(route.numel for route in self.matrices)
+
+    @property
+    def aux_numel(self) -> int:
+        """Elements updated elementwise."""
+        return sum(route.numel for route in self.aux)
+
+    @property
+    def matrix_count(self) -> int:
+        """Number of matrices: what one optimizer step transforms."""
+        return sum(unit.shape[0] for route in self.matrices for unit in route.units)
+
+    def collapsed(self) -> list[dict[str, Any]]:
+        """Rows of the printed table: parameters that differ in layer numbers only are one row.
+
+        Returns:
+            Dicts with ``name`` (``model.layers.{0..29}.mlp.up_proj.weight``), ``count``, ``shape``, ``kind``, ``units``
+            (text), ``decay``, ``reason``, ``numel`` (of all ``count`` parameters).
+        """
+        groups: dict[tuple[Any, ...], list[ParameterRoute]] = {}
+        for route in self._routes:
+            template = tuple("{}" if part.isdigit() else part for part in route.name.split("."))
+            key = (template, route.shape, route.kind, route.units, route.decay, route.reason, len(route.aliases))
+            groups.setdefault(key, []).append(route)
+        return [
+            _row(folded, [route for route in routes if _numbers(route.name) in members])
+            for routes in groups.values()
+            for folded, members in _fold([route.name for route in routes])
+        ]
+
+    def __str__(self) -> str:
+        rows = self.collapsed()
+        header = ("parameter", "count", "shape", "route", "matrices inside", "decay", "elements", "why")
+        cells = [header] + [
+            (
+                row["name"], f"x{row['count']}", "x".join(map(str, row["shape"])) or "scalar", row["kind"],
+                row["units"] or "-", "yes" if row["decay"] else "no", f"{row['numel']:,}", row["reason"],
+            )
+            for kind in ("matrix", "aux") for row in rows if row["kind"] == kind
+        ]  # fmt: skip
+        widths = [max(len(line[column]) for line in cells) for column in range(len(header))]
+        right = {1, 6}
+        lines = [
+            "  ".join(
+                c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))
+            ).rstrip()
+            for line in cells
+        ]
+        lines.insert(1, "-" * min(max(map(len, lines)), 160))
+        total = self.matrix_numel + self.aux_numel
+        share = 100 * self.matrix_numel / total if total else 0.0
+        lines.append(
+            f"{self.matrix_count:,} matrices in {len(self.matrices):,} parameters, {self.matrix_numel:,} of {total:,} "
+            f"elements ({share:.1f} %); {len(self.aux):,} parameters, {self.aux_numel:,} elements elementwise"
+        )
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The table as JSON-ready data: ``parameters`` (one entry each) and ``totals``."""
+        total = self.matrix_numel + self.aux_numel
+        return {
+            "parameters": [
+                {
+                    "name": route.name,
+                    "shape": list(route.shape),
+                    "kind": route.kind,
+                    "role": route.role,
+                    "decay": route.decay,
+                    "reason": route.reason,
+                    "module_type": route.module_type,
+                    "aliases": list(route.aliases),
+                    "units": [{"name": unit.name, "shape": list(unit.shape)} for unit in route.units],
+                }
+                for route in self._routes
+            ],
+            "totals": {
+                "parameters": len(self),
+                "matrices": self.matrix_count,
+                "matrix_numel": self.matrix_numel,
+                "aux_numel": self.aux_numel,
+                "matrix_share": self.matrix_numel / total if total else 0.0,
+            },
+        }
+
+
+def describe_units(units: Sequence[Unit]) -> str:
+    """``"q 1x2048x2048, k 1x512x2048"``: batch, outputs, inputs of every unit."""
+    return ", ".join(f"{unit.name} {'x'.join(map(str, unit.shape))}".strip() for unit in units)
+
+
+def _row(name: str, routes: Sequence[ParameterRoute]) -> dict[str, Any]:
+    """One row of the printed table for routes that are alike."""
+    first = routes[0]
+    tied = f"; tied with {', '.join(first.aliases)}" if first.aliases else ""
+    return {
+        "name": name,
+        "count": len(routes),
+        "shape": first.shape,
+        "kind": first.kind,
+        "units": describe_units(first.units),
+        "decay": first.decay,
+        "reason": first.reason + tied,
+        "numel": sum(route.numel for route in routes),
+    }
+
+
+def _numbers(name: str) -> tuple[int, ...]:
+    """Components of a dotted name that are numbers."""
+    return tuple(int(part) for part in name.split(".") if part.isdigit())
+
+
+def _fold(names: Sequence[str]) -> list[tuple[str, set[tuple[int, ...]]]]:
+    """Short names for names that differ in numbers, each with the numbers that it stands for.
+
+    ``layers.{0..3}.fc`` stands for four; numbers that do not fill a grid (``0.1``, ``1.0``, ``1.1``) give several.
+    """
+    template = ["{}" if part.isdigit() else part for part in names[0].split(".")]
+    folded = []
+    for grid in _grids({_numbers(name) for name in names}):
+        slots = iter(grid)
+        parts = [_slot(next(slots)) if part == "{}" else part for part in template]
+        folded.append((".".join(parts), set(itertools.product(*grid))))
+    return folded
+
+
+def _grids(points: set[tuple[int, ...]]) -> list[tuple[tuple[int, ...], ...]]:
+    """Splits points into full grids, each given by its values along every dimension."""
+    if points == {()}:
+        return [()]
+    tails: dict[frozenset[tuple[int, ...]], list[int]] = {}
+    for head in sorted({point[0] for point in points}):
+        tails.setdefault(frozenset(point[1:] for point in points if point[0] == head), []).append(head)
+    return [(tuple(heads), *grid) for tail, heads in tails.items() for grid in _grids(set(tail))]
+
+
+def _slot(numbers: tuple[int, ...]) -> str:
+    return str(numbers[0]) if len(numbers) == 1 else "{" + _ranges(numbers) + "}"
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(f"{run[0]}..{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)
+
+
+def coverage_warning(table: RouteTable, threshold: float = 0.5) -> str | None:
+    """A message when matrices hold less than ``threshold`` of the elements outside embeddings and heads, else None.
+
+    A low share means that the matrix optimizer hardly runs: the model keeps its weights in a form that no rule knows.
+    """
+    body = [route for route in table if route.role not in ("embedding", "head")]
+    total = sum(route.numel for route in body)
+    if total == 0 or table.matrix_numel >= threshold * total:
+        return None
+    left = sorted((r for r in body if r.kind == "aux"), key=lambda r: -r.numel)[:3]
+    largest = "; ".join(f"{r.name} {'x'.join(map(str, r.shape))} ({r.reason})" for r in left)
+    return (
+        f"only {100 * table.matrix_numel / total:.1f} % of the {total:,} elements outside embeddings and heads are in "
+        f"matrices. Largest others: {largest}. Name them in matrix_modules, or add a rule with register_architecture."
+    )
