@@ -2,8 +2,8 @@
 
 A rule belongs to the class that *uses* the parameter, since the layout shows only in its ``forward``: the module is
 found by its class name (or by a predicate on its attributes), the parameter by its name relative to that module.
-Nothing is imported from the libraries that define the classes. The layouts were read in transformers 5.24; tests compare
-them with what the modules compute.
+Nothing is imported from the libraries that define the classes. The layouts were read in transformers 5.24; tests
+compare them with what the modules compute.
 """
 
 from __future__ import annotations

@@ -104,12 +104,12 @@ class ParameterInfo:
         return next((module for relative, module in self.chain if relative.count(".") > own), None)
 
     def setting(self, *names: str) -> int | None:
-    """First of ``names`` found as an integer on a module of the chain or its ``config``, nearest module first."""
-    for _, module in self.chain:
-        found = setting(module, *names)
-        if found is not None:
-            return found
-    return None
+        """First of ``names`` found as an integer on a module of the chain or its ``config``, nearest module first."""
+        for _, module in self.chain:
+            found = setting(module, *names)
+            if found is not None:
+                return found
+        return None
 
 
 ArchitectureRule = Callable[[ParameterInfo, nn.Module, str], "Decision | None"]
