@@ -32,7 +32,9 @@ def build_parser() -> argparse.ArgumentParser:
     plan.add_argument("--optim_args", default=None, help='options as for TrainingArguments, "ns_steps=6,aux_lr=1e-5"')
     plan.add_argument("--world-size", type=int, default=1, help="ranks that share the matrices (default: 1)")
     plan.add_argument("--dtype", default=None, help="dtype of the trained weights (default: the configuration's)")
-    plan.add_argument("--trust-remote-code", action="store_true", help="run modelling code that the Hub repository ships")
+    plan.add_argument(
+        "--trust-remote-code", action="store_true", help="run modelling code that the Hub repository ships"
+    )
     plan.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
@@ -72,7 +74,16 @@ def run_plan(options: argparse.Namespace) -> int:
     optimizer = build_optimizer(options.optim, model, options.optim_args)
     figures = estimate(optimizer, options.world_size)
     if options.json:
-        print(json.dumps({"model": options.model, "optim": options.optim, "routes": optimizer.routes.to_dict(), **figures.to_dict()}))
+        print(
+            json.dumps(
+                {
+                    "model": options.model,
+                    "optim": options.optim,
+                    "routes": optimizer.routes.to_dict(),
+                    **figures.to_dict(),
+                }
+            )
+        )
     else:
         print(optimizer.routes)
         print(figures)

@@ -123,7 +123,9 @@ class GroupBuilder:
         pairs: list[tuple[str, Tensor]] = []
         for item in members:
             if isinstance(item, tuple) != are_named or not isinstance(item[-1] if are_named else item, Tensor):
-                raise TypeError(f"expected parameters or (name, parameter) pairs throughout, found {type(item).__name__}")
+                raise TypeError(
+                    f"expected parameters or (name, parameter) pairs throughout, found {type(item).__name__}"
+                )
             if are_named:
                 pairs.append(item)
             else:
@@ -132,7 +134,9 @@ class GroupBuilder:
         pairs = [(name, p) for name, p in pairs if p.requires_grad]
         named = dict(pairs)
         if len(named) != len(pairs):
-            raise ValueError("two parameters have the same name; names identify state in checkpoints, so make them unique")
+            raise ValueError(
+                "two parameters have the same name; names identify state in checkpoints, so make them unique"
+            )
         if kind is not None:
             return named, [_explicit(n, p, kind, units[i] if units else None) for i, (n, p) in enumerate(pairs)]
         table = route_named_parameters(pairs) if are_named else route_parameters_list([p for _, p in pairs])
@@ -160,8 +164,12 @@ class GroupBuilder:
 
 
 def _renamed(route: ParameterRoute, name: str) -> ParameterRoute:
-    return route if route.name == name else ParameterRoute(
-        name, route.shape, route.kind, route.units, route.decay, route.reason, route.module_type, route.aliases
+    return (
+        route
+        if route.name == name
+        else ParameterRoute(
+            name, route.shape, route.kind, route.units, route.decay, route.reason, route.module_type, route.aliases
+        )
     )
 
 

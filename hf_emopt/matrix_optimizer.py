@@ -63,7 +63,10 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._planned_for: tuple[int, ...] = ()
         self._unit_states: dict[tuple[int, int], State] = {}
         self._builder = GroupBuilder(
-            {"matrix": {"state_version": STATE_VERSION, **matrix_defaults}, "aux": {"state_version": STATE_VERSION, **aux_defaults}},
+            {
+                "matrix": {"state_version": STATE_VERSION, **matrix_defaults},
+                "aux": {"state_version": STATE_VERSION, **aux_defaults},
+            },
             matrix_modules,
             aux_modules,
             per_head,
@@ -105,7 +108,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
             if not param.dtype.is_floating_point:
                 raise ValueError(f"{name} has dtype {param.dtype}; only real floating-point parameters can be trained")
             if group["low_precision_weights"] == "stochastic" and param.dtype is torch.float16:
-                raise ValueError(f"{name} is float16, and low_precision_weights='stochastic' rounds to bfloat16; use 'split'")
+                raise ValueError(
+                    f"{name} is float16, and low_precision_weights='stochastic' rounds to bfloat16; use 'split'"
+                )
         if group["kind"] == "matrix":
             self.rule.validate(group)
         else:

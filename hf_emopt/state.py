@@ -32,7 +32,9 @@ def matched(optimizer: MatrixOptimizer, state_dict: dict[str, Any]) -> dict[str,
     live = {name: p for g in optimizer.param_groups for name, p in zip(g["param_names"], g["params"])}
     newest = max((g.get("state_version", STATE_VERSION) for g in saved_groups), default=STATE_VERSION)
     if newest > STATE_VERSION:
-        raise ValueError(f"the optimizer state has version {newest}, this hf_emopt reads up to {STATE_VERSION}: upgrade it")
+        raise ValueError(
+            f"the optimizer state has version {newest}, this hf_emopt reads up to {STATE_VERSION}: upgrade it"
+        )
     if len(saved_groups) != len(optimizer.param_groups):
         raise ValueError(
             f"the optimizer state has {len(saved_groups)} parameter groups, this optimizer {len(optimizer.param_groups)} "

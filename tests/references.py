@@ -8,13 +8,15 @@ from torch import Tensor
 JORDAN = (3.4445, -4.7750, 2.0315)
 
 
-def zeropower_via_newtonschulz5(g: Tensor, steps: int = 5, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+def zeropower_via_newtonschulz5(
+    g: Tensor, steps: int = 5, dtype: torch.dtype = torch.bfloat16, eps: float = 1e-7
+) -> Tensor:
     """The orthogonalization of Keller Jordan's Muon: Frobenius norm plus 1e-7, quintic iteration."""
     a, b, c = JORDAN
     x = g.to(dtype)
     if g.shape[-2] > g.shape[-1]:
         x = x.mT
-    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + eps)
     for _ in range(steps):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
@@ -43,7 +45,9 @@ def moonlight_step(p: Tensor, g: Tensor, state: dict, lr: float, wd: float, mome
     p.add_(update, alpha=-adjusted)
 
 
-def keller_adam_step(p: Tensor, g: Tensor, state: dict, lr: float, wd: float, betas: tuple[float, float], eps: float) -> None:
+def keller_adam_step(
+    p: Tensor, g: Tensor, state: dict, lr: float, wd: float, betas: tuple[float, float], eps: float
+) -> None:
     """The AdamW of Keller's MuonWithAuxAdam: eps beside the corrected second moment."""
     m, v = state.setdefault("m", torch.zeros_like(p)), state.setdefault("v", torch.zeros_like(p))
     state["t"] = state.get("t", 0) + 1
@@ -73,7 +77,7 @@ def normuon_step(p: Tensor, g: Tensor, state: dict, lr: float, wd: float, moment
     buf = state.setdefault("m", torch.zeros_like(p))
     v = state.setdefault("v", torch.zeros(p.shape[0], 1, dtype=p.dtype))
     buf.lerp_(g, 1 - momentum)
-    o = zeropower_via_newtonschulz5(g.lerp(buf, momentum), dtype=p.dtype)
+    o = zeropower_via_newtonschulz5(g.lerp(buf, momentum), dtype=p.dtype, eps=0.0)
     v.mul_(beta2).add_(o.square().mean(1, keepdim=True), alpha=1 - beta2)
     u = o / (v.sqrt() + 1e-8)
     u *= o.norm() / u.norm()

@@ -165,5 +165,13 @@ def test_coverage_is_warned_about() -> None:
 
 def test_explain_shows_routes_groups_and_batches() -> None:
     text = hf_emopt.Muon(Tiny(), lr=1e-3, aux_lr=5e-4).explain()
-    for expected in ("proj.weight", "embed_tokens.weight", "lr 0.001", "lr 0.0005", "match_rms_adamw", "1x8x8", "imbalance"):
+    for expected in (
+        "proj.weight",
+        "embed_tokens.weight",
+        "lr 0.001",
+        "lr 0.0005",
+        "match_rms_adamw",
+        "1x8x8",
+        "imbalance",
+    ):
         assert expected in text

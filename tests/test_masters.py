@@ -80,9 +80,11 @@ def test_a_weight_changed_from_outside_wins(policy: str, dtype: torch.dtype, val
 def fine_tune(dtype: torch.dtype, policy: str, steps: int = 200, lr: float = 1e-5) -> list[Tensor]:
     """Weights of N(0, 0.02^2) after steps of a noisy quadratic at a fine-tuning learning rate."""
     generator = torch.Generator().manual_seed(0)
-    start = [(0.02 * torch.randn(shape, generator=generator)).bfloat16().float() for shape in ((64, 48), (48, 64), (64,))]
+    start = [
+        (0.02 * torch.randn(shape, generator=generator)).bfloat16().float() for shape in ((64, 48), (48, 64), (64,))
+    ]
     target = [w + 0.01 * torch.randn(w.shape, generator=generator) for w in start]
-    params = [nn.Parameter(w.to(dtype)) for w in start]
+    params = [nn.Parameter(w.to(dtype, copy=True)) for w in start]
     optimizer = hf_emopt.Muon(params, lr=lr, weight_decay=0.1, ns_dtype="float32", low_precision_weights=policy)
     for step in range(steps):
         noise = torch.Generator().manual_seed(step)
@@ -100,10 +102,9 @@ def test_bfloat16_weights_train_as_float32_at_a_fine_tuning_rate() -> None:
     for policy in ("split", "master", "kahan", "stochastic", "none"):
         moved = fine_tune(torch.bfloat16, policy)
         error[policy] = max(float((m - w).norm() / w.norm()) for m, w in zip(moved, wanted))
-    rounding = max(float(w.norm() / w.norm()) for w in wanted)  # 1: not having moved at all
-    assert error["none"] > 0.5 * rounding
+    assert error["none"] > 0.9
     # What the stored bfloat16 cannot show is its own half spacing; the master behind it is compared below.
-    assert error["split"] < 0.5 and error["master"] < 0.5 and error["kahan"] < 0.5
+    assert error["split"] < 0.15 and error["master"] < 0.15 and error["kahan"] < 0.15
 
 
 @pytest.mark.parametrize("policy, bound", [("split", 1e-3), ("master", 1e-3), ("kahan", 3e-2)])

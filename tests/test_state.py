@@ -199,7 +199,10 @@ def test_hyperparameters_come_from_the_checkpoint_and_structure_from_the_model()
 @pytest.mark.parametrize(
     "spoil, message",
     [
-        (lambda s: s["state"][0].update(momentum_buffer=torch.zeros(3, 3)), r"up\.weight: the optimizer state's momentum"),
+        (
+            lambda s: s["state"][0].update(momentum_buffer=torch.zeros(3, 3)),
+            r"up\.weight: the optimizer state's momentum",
+        ),
         (lambda s: s["param_groups"].pop(), "2 parameter groups|parameter groups"),
         (lambda s: s["param_groups"][0]["param_names"].__setitem__(0, "foreign.weight"), "foreign.weight"),
         (lambda s: s["param_groups"][0].update(state_version=99), "version 99"),

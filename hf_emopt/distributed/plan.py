@@ -109,7 +109,13 @@ class Plan:
 
     def digest(self) -> str:
         """Equal on two ranks exactly when their plans are."""
-        text = repr((self.world_size, sorted(self.owners.items()), [(b.group, b.batches, [p.name for p in b.parameters]) for b in self.buckets]))
+        text = repr(
+            (
+                self.world_size,
+                sorted(self.owners.items()),
+                [(b.group, b.batches, [p.name for p in b.parameters]) for b in self.buckets],
+            )
+        )
         return hashlib.sha256(text.encode()).hexdigest()
 
     def __str__(self) -> str:
@@ -117,7 +123,9 @@ class Plan:
         for bucket in self.buckets:
             shapes = ", ".join(f"{b.count}x{b.shape[0]}x{b.shape[1]}" for b in bucket.batches)
             lines.append(f"  group {bucket.group}: {shapes}  {bucket.cost / 1e9:.4g} GFLOP")
-        lines.append(f"total {self.cost / 1e9:.4g} GFLOP a step on {self.world_size} rank(s), imbalance {self.imbalance:.3f}")
+        lines.append(
+            f"total {self.cost / 1e9:.4g} GFLOP a step on {self.world_size} rank(s), imbalance {self.imbalance:.3f}"
+        )
         return "\n".join(lines)
 
 

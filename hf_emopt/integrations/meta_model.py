@@ -32,11 +32,15 @@ def load_meta_model(source: str, trust_remote_code: bool = False) -> nn.Module:
     if path.suffix == ".json" or path.exists():
         file = path / "config.json" if path.is_dir() else path
         if not file.is_file():
-            raise FileNotFoundError(f"{file} does not exist; give a folder with a config.json, such a file, or a Hub id")
+            raise FileNotFoundError(
+                f"{file} does not exist; give a folder with a config.json, such a file, or a Hub id"
+            )
     try:
         config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
     except OSError as error:
-        raise ValueError(f"no configuration for {source!r}: it is no local path, and the Hub gave none ({error})") from error
+        raise ValueError(
+            f"no configuration for {source!r}: it is no local path, and the Hub gave none ({error})"
+        ) from error
     names = [n for n in (getattr(config, "architectures", None) or []) if hasattr(transformers, n)]
     failures = []
     with torch.device("meta"):

@@ -59,7 +59,7 @@ def optimizer_options(optimizer_cls: type) -> dict[str, Any]:
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or name in ELSEWHERE:
                 continue
             if name not in hints:
-                raise TypeError(f"{cls.__name__}.__init__: argument {name!r} needs an annotation to be set by optim_args")
+                raise TypeError(f"{cls.__name__}.__init__: argument {name!r} needs an annotation for optim_args")
             options.setdefault(name, hints[name])
         if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             break
@@ -87,9 +87,10 @@ def parse_optim_args(optim_args: str | Mapping[str, Any] | None, optimizer_cls: 
         if name not in options:
             raise _error(_unknown_key(key, options), optimizer_cls, options)
         if name in result:
-            raise _error(f"key {key!r} is given twice" + (f" (it means {name!r})" if name != key else ""), optimizer_cls, options)
+            also = f" (it means {name!r})" if name != key else ""
+            raise _error(f"key {key!r} is given twice{also}", optimizer_cls, options)
         try:
-            result[name] = _from_text(value, options[name]) if isinstance(value, str) else _checked(value, options[name])
+            result[name] = _value(value, options[name])
         except ValueError:
             form = _form(options[name], key)
             raise _error(f"bad value {value!r} for key {key!r}; write {form}", optimizer_cls, options) from None
@@ -134,7 +135,7 @@ def _malformed(entry: str, key: str, values: list[str], whole: str, options: Map
     if len(values) > 1:
         as_json = json.dumps({key: "=".join(values)})
         return (
-            f"entry {entry.strip()!r} has more than one '='; a string that holds one is given in a mapping, or as JSON: "
+            f"entry {entry.strip()!r} has more than one '='; a string that holds one is given in a mapping or as JSON: "
             f"{as_json}"
         )
     if not key or not values[0]:
@@ -180,6 +181,10 @@ def _element_types(annotation: Any, length: int) -> Sequence[Any]:
     if len(arguments) != length:
         raise ValueError(f"expected {len(arguments)} values, got {length}")
     return arguments
+
+
+def _value(value: Any, annotation: Any) -> Any:
+    return _from_text(value, annotation) if isinstance(value, str) else _checked(value, annotation)
 
 
 def _from_text(text: str, annotation: Any) -> Any:
@@ -234,15 +239,12 @@ def _checked(value: Any, annotation: Any) -> Any:
         return value
     if origin in _SEQUENCES and isinstance(value, Sequence) and not isinstance(value, str):
         kinds = _element_types(annotation, len(value))
-        cast = [_from_text(v, k) if isinstance(v, str) else _checked(v, k) for v, k in zip(value, kinds, strict=True)]
-        return tuple(cast)
-    if annotation is float and isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value):
-        return float(value)
-    if annotation is int and isinstance(value, bool):
+        return tuple(_value(v, kind) for v, kind in zip(value, kinds, strict=True))
+    if isinstance(value, bool) and annotation in (int, float):  # a bool is an int to Python, not to a reader
         raise ValueError(value)
+    if annotation is float and isinstance(value, (int, float)) and not math.isnan(value):
+        return float(value)
     if origin is None and isinstance(annotation, type) and annotation is not float and isinstance(value, annotation):
-        return value
-    if origin is not None and origin not in (Literal, *_SEQUENCES) and isinstance(origin, type) and isinstance(value, origin):
         return value
     raise ValueError(value)
 

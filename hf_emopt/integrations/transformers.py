@@ -1,11 +1,11 @@
 """Optimizer names for ``TrainingArguments(optim=...)`` and what a plain ``Trainer`` needs to run them well.
 
-transformers has no entry point for optimizers, so :func:`register` (called on ``import hf_emopt``) does three things, all
-idempotent and without effect on other optimizers:
+transformers has no entry point for optimizers, so :func:`register` (called on ``import hf_emopt``) does three things,
+all idempotent and without effect on other optimizers:
 
 1. adds members to ``OptimizerNames`` and handlers to the table that ``Trainer`` looks them up in;
-2. wraps ``Trainer.get_optimizer_cls_and_kwargs``: it cuts ``optim_args`` into strings before it asks the handler, and dies
-   there of a list, a flag or a mapping with an error that names nothing. Ours are parsed by
+2. wraps ``Trainer.get_optimizer_cls_and_kwargs``: it cuts ``optim_args`` into strings before it asks the handler, and
+   dies there of a list, a flag or a mapping with an error that names nothing. Ours are parsed by
    :mod:`hf_emopt.integrations.optim_args` instead;
 3. adds :class:`EmoptCallback` to the default callbacks: every group's learning rate in the logs, and the route of the
    parameters once at the start. A callback of the user's would come after those of the loggers.
@@ -18,8 +18,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.state import AcceleratorState
+from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-untyped]
+from accelerate.state import AcceleratorState  # type: ignore[import-untyped]
 from torch import nn
 from transformers import trainer, trainer_optimizer, training_args
 from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
@@ -91,8 +91,8 @@ def refuse_unsupported(args: TrainingArguments, model: nn.Module | None) -> None
     name, instead = f"optim={_name(args)!r}", "Use DistributedDataParallel (torchrun without FSDP) or one process"
     if getattr(args, "deepspeed_plugin", None) is not None:
         raise ValueError(
-            f"{name} does not run under DeepSpeed in this version: ZeRO hands the optimizer flat pieces in which matrices "
-            f"cannot be seen. {instead}, without a DeepSpeed configuration."
+            f"{name} does not run under DeepSpeed in this version: ZeRO hands the optimizer flat pieces in which "
+            f"matrices cannot be seen. {instead}, without a DeepSpeed configuration."
         )
     if _fsdp_version(args, model) == 1:
         raise ValueError(
@@ -101,7 +101,8 @@ def refuse_unsupported(args: TrainingArguments, model: nn.Module | None) -> None
         )
     if _fsdp_version(args, model) is not None or any(_is_dtensor(p) for p in (model.parameters() if model else ())):
         raise ValueError(
-            f"{name} does not run on sharded parameters (FSDP2, tensor or expert parallelism) in this version. {instead}."
+            f"{name} does not run on sharded parameters (FSDP2, tensor or expert parallelism) in this version. "
+            f"{instead}."
         )
 
 
@@ -110,7 +111,7 @@ def _name(args: TrainingArguments) -> str:
 
 
 def _fsdp_version(args: TrainingArguments, model: nn.Module | None) -> int | None:
-    """FSDP version in force, whether it came from TrainingArguments, from ``accelerate launch`` or from the user's wrap."""
+    """FSDP version in force, be it by TrainingArguments, ``accelerate launch`` or the user's own wrapper."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     if model is not None and any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
@@ -145,7 +146,7 @@ def register_optimizer(name: str, optimizer_cls: type[MatrixOptimizer]) -> None:
         optimizer_cls: takes a module as first argument; its annotated keyword arguments become the keys of
             ``optim_args``.
     """
-    member, added = add_string_member(training_args.OptimizerNames, name.upper(), name)
+    member, _ = add_string_member(training_args.OptimizerNames, name.upper(), name)
     handlers = trainer_optimizer._OPTIMIZER_HANDLERS
     present = handlers.get(member)
     if present is not None and not hasattr(present, _MARK):
@@ -165,8 +166,9 @@ def register() -> None:
         register_optimizer(PREFIX + name, optimizer_cls)
         register_optimizer(name, optimizer_cls)
     _wrap_get_optimizer()
-    callbacks = trainer.DEFAULT_CALLBACKS
-    callbacks[:] = [callback for callback in callbacks if not hasattr(callback, _MARK)] + [EmoptCallback]
+    callbacks: list[Any] = trainer.DEFAULT_CALLBACKS
+    callbacks[:] = [callback for callback in callbacks if not hasattr(callback, _MARK)]
+    callbacks.append(EmoptCallback)
 
 
 def _ours(args: TrainingArguments) -> Handler | None:
@@ -180,14 +182,14 @@ def _wrap_get_optimizer() -> None:
     original = getattr(original, _MARK, original)
 
     @functools.wraps(original)
-    def get_optimizer_cls_and_kwargs(args: TrainingArguments, model: nn.Module | None = None) -> tuple[Any, Any]:
+    def get_optimizer_cls_and_kwargs(args: TrainingArguments, model: Any = None) -> tuple[Any, Any]:
         handler = _ours(args)
         if handler is None:
-            return original(args, model)  # type: ignore[no-any-return]
+            return original(args, model)
         return handler(OptimizerContext(args=args, model=model, optimizer_kwargs={}, adam_kwargs={}, optim_args={}))
 
     setattr(get_optimizer_cls_and_kwargs, _MARK, original)
-    trainer.Trainer.get_optimizer_cls_and_kwargs = staticmethod(get_optimizer_cls_and_kwargs)
+    trainer.Trainer.get_optimizer_cls_and_kwargs = staticmethod(get_optimizer_cls_and_kwargs)  # type: ignore[method-assign]
 
 
 def unwrap_optimizer(optimizer: Any) -> MatrixOptimizer | None:
@@ -253,7 +255,7 @@ class EmoptCallback(TrainerCallback):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        # The scheduler has moved on by the time of the log, whose `learning_rate` is the one that the step was made with.
+        # By the time of the log the scheduler has moved on; the log's `learning_rate` is the one of this step.
         optimizer = unwrap_optimizer(kwargs.get("optimizer"))
         if optimizer is not None:
             self._rates = group_learning_rates(optimizer)
@@ -282,8 +284,8 @@ def summary(optimizer: MatrixOptimizer) -> str:
     routes = optimizer.routes
     total = routes.matrix_numel + routes.aux_numel
     share = 100.0 * routes.matrix_numel / max(total, 1)
-    rates = ", ".join(f"{key.removeprefix('lr/')} lr {rate:.3g}" for key, rate in group_learning_rates(optimizer).items())
-    rule = next((optimizer.rule.describe(group) for group in optimizer.param_groups if group["kind"] == "matrix"), "no matrix rule")
+    rates = ", ".join(f"{key[3:]} lr {rate:.3g}" for key, rate in group_learning_rates(optimizer).items())
+    rule = next((optimizer.rule.describe(g) for g in optimizer.param_groups if g["kind"] == "matrix"), "no matrix rule")
     units = sum(unit.shape[0] for route in routes.matrices for unit in route.units)
     return (
         f"{type(optimizer).__name__}: {units} matrices in {len(routes.matrices)} parameters ({share:.1f} % of "

@@ -79,7 +79,7 @@ def _load(param: Tensor, state: dict[str, Tensor], policy: str) -> Tensor:
     if policy == "split" and param.dtype is torch.bfloat16 and "weight_low_bits" in state:
         return _join(param, state["weight_low_bits"])
     if policy in ("split", "kahan") and "weight_compensation" in state:
-        return param.float() + state["weight_compensation"].float()
+        return param.float() + state["weight_compensation"].float() / _compensation_scale(param)
     return param.float()
 
 
@@ -95,7 +95,13 @@ def _store(
     elif policy == "split" and param.dtype is torch.bfloat16:
         _keep(state, "weight_low_bits", _low_bits(param, weight))
     elif policy in ("split", "kahan"):
-        _keep(state, "weight_compensation", (weight - param.float()).to(param.dtype))
+        error = (weight - param.float()) * _compensation_scale(param)
+        _keep(state, "weight_compensation", error.to(param.dtype))
+
+
+def _compensation_scale(param: Tensor) -> float:
+    """float16 would keep the rounding error of a small weight as a subnormal; 2**11 brings it up to the weight's size."""
+    return 2.0**11 if param.dtype is torch.float16 else 1.0
 
 
 def _keep(state: dict[str, Tensor], key: str, value: Tensor) -> None:

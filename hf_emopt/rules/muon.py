@@ -127,10 +127,11 @@ class MuonRule(MatrixRule):
         buffers = [state["momentum_buffer"] for state in states]
         inputs = [g if g.dtype == b.dtype else g.to(b.dtype) for g, b in zip(grads, buffers)]
         if _compat(group).momentum_form == "accumulate":
-            if ok is not None:  # the gradient that leaves mu m + g at m
-                inputs = [torch.where(ok, g, b * (1.0 - mu)) for g, b in zip(inputs, buffers)]
-            torch._foreach_mul_(buffers, mu)
-            torch._foreach_add_(buffers, inputs)
+            summed = torch._foreach_add(torch._foreach_mul(buffers, mu), inputs)
+            for buffer, value in zip(buffers, summed):
+                buffer.copy_(value if ok is None else torch.where(ok, value, buffer))
+            if ok is not None:
+                inputs = [torch.where(ok, g, 0.0) for g in inputs]
             return list(torch._foreach_add(inputs, buffers, alpha=mu)) if group["nesterov"] else buffers
         if ok is not None:
             inputs = [torch.where(ok, g, b) for g, b in zip(inputs, buffers)]
@@ -149,7 +150,12 @@ class MuonRule(MatrixRule):
         # Those implementations take one matrix at a time; a batched product may round otherwise.
         ortho = [
             newton_schulz(
-                matrix, steps, coefficients, dtype or torch.bfloat16, eps=eps or form.eps, normalization=form.normalization
+                matrix,
+                steps,
+                coefficients,
+                dtype or torch.bfloat16,
+                eps=eps or form.eps,
+                normalization=form.normalization,
             )
             for matrix in x.unbind(0)
         ]
@@ -207,7 +213,9 @@ class NorMuonRule(MuonRule):
         if not 0.0 <= group["beta2"] < 1.0:
             raise ValueError(f"beta2={group['beta2']} must be in [0, 1)")
         if group["compat"] is not None:
-            raise ValueError(f"compat={group['compat']!r} is Muon's: that implementation has no NorMuon; use compat=None")
+            raise ValueError(
+                f"compat={group['compat']!r} is Muon's: that implementation has no NorMuon; use compat=None"
+            )
 
     def init_unit_state(self, shape: tuple[int, int, int], group: Group, like: Tensor) -> dict[str, Tensor]:
         batch, m, _ = shape
