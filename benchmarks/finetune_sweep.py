@@ -133,7 +133,7 @@ class Task:
         set_seed(seed)
         args = self.args
         if args.task == "clm":
-            model = AutoModelForCausalLM.from_pretrained(args.model, dtype=args.dtype)
+            model: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype=args.dtype)
         else:
             model = AutoModelForSequenceClassification.from_pretrained(
                 args.model, dtype=args.dtype, num_labels=len(self.labels)
