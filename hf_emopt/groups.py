@@ -73,7 +73,7 @@ class GroupBuilder:
             ValueError: when it is empty, or a tensor cannot be routed without its module.
         """
         if isinstance(params, nn.Module):
-            named = dict(params.named_parameters())
+            named: dict[str, Tensor] = dict(params.named_parameters())
             table = route_parameters(params, **self.overrides)  # type: ignore[arg-type]
             if not len(table):
                 raise ValueError("the model has no trainable parameter: every requires_grad is False")
@@ -186,4 +186,8 @@ def _explicit(name: str, param: Tensor, kind: str, packed: list[Any] | None) -> 
 def describe_torch_group(group: Group) -> str:
     """Name, size and learning rate of a group, for tables and messages."""
     count = sum(p.numel() for p in group["params"])
-    return f"{group['name']}: {len(group['params'])} parameters, {count:,} elements, lr {float(torch.as_tensor(group['lr'])):g}, weight decay {group['weight_decay']:g}"
+    lr = float(torch.as_tensor(group["lr"]))
+    return (
+        f"{group['name']}: {len(group['params'])} parameters, {count:,} elements, lr {lr:g}, "
+        f"weight decay {group['weight_decay']:g}"
+    )

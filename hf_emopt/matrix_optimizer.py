@@ -265,7 +265,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         for i, u in batch.jobs:
             planned = bucket.parameters[i]
             param = group["params"][planned.position]
-            known = self.state[param] if param in self.state else {}
+            known = self.state.get(param, {})
             for name, value in self.rule.init_unit_state(planned.units[u].shape, group, param).items():
                 parts[name].append(known.get(f"{name}.{u}", value))
         storage = {name: torch.cat(values) for name, values in parts.items()}

@@ -193,15 +193,10 @@ def _muon_defaults(
     cautious_weight_decay: bool,
     compat: str | None,
 ) -> Group:
-    coefficients = ns_coefficients
-    if not isinstance(coefficients, str):  # plain tuples, which checkpoints hold without pickling
-        values = tuple(coefficients)
-        nested = bool(values) and not isinstance(values[0], (int, float))
-        coefficients = tuple(tuple(step) for step in values) if nested else values  # type: ignore[arg-type, assignment, union-attr]
     return {
         "momentum": momentum,
         "nesterov": nesterov,
-        "ns_coefficients": coefficients,
+        "ns_coefficients": _plain_coefficients(ns_coefficients),
         "ns_steps": ns_steps,
         "ns_dtype": _dtype_name(ns_dtype),
         "adjust_lr_fn": adjust_lr_fn,
@@ -209,6 +204,13 @@ def _muon_defaults(
         "cautious_weight_decay": cautious_weight_decay,
         "compat": compat,
     }
+
+
+def _plain_coefficients(coefficients: NsCoefficients) -> object:
+    """A name, or plain tuples, which checkpoints hold without pickling; values are checked by the rule."""
+    if isinstance(coefficients, str):
+        return coefficients
+    return tuple(step if isinstance(step, (int, float)) else tuple(step) for step in coefficients)
 
 
 def _dtype_name(dtype: torch.dtype | str | None) -> str | None:

@@ -12,7 +12,7 @@ from hf_emopt.matrix_optimizer import MatrixOptimizer
 from hf_emopt.rules.elementwise import init_adamw_state
 from hf_emopt.rules.masters import store_weights
 
-__all__ = ["StepEstimate", "adamw_state_bytes", "estimate"]
+__all__ = ["StepEstimate", "estimate"]
 
 
 @dataclass(frozen=True)

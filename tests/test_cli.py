@@ -31,7 +31,7 @@ def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("optim, cls", [("muon", hf_emopt.Muon), ("emopt_normuon", hf_emopt.NorMuon)])
+@pytest.mark.parametrize(("optim", "cls"), [("muon", hf_emopt.Muon), ("emopt_normuon", hf_emopt.NorMuon)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_state_bytes_and_counts_are_those_of_a_real_step(folder, capsys, optim: str, cls, dtype: str) -> None:
     figures = planned(capsys, folder, "--optim", optim, "--dtype", dtype)
@@ -89,7 +89,7 @@ def test_tied_embeddings_count_once(tmp_path: Path, capsys) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments, message",
+    ("arguments", "message"),
     [
         (["nowhere/config.json"], "does not exist"),
         (["FOLDER", "--optim", "mun"], "did you mean 'muon'"),

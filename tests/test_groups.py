@@ -34,8 +34,10 @@ def test_a_model_is_routed_by_its_modules() -> None:
     assert names(optimizer, "matrix") == {"proj.weight"}
     groups = {g["name"]: g for g in optimizer.param_groups}
     assert list(groups) == ["matrix", "aux", "aux_no_decay"]
-    assert groups["matrix"]["lr"] == 1e-3 and groups["matrix"]["weight_decay"] == 0.1
-    assert groups["aux"]["lr"] == 2e-3 and groups["aux"]["weight_decay"] == 0.2
+    assert groups["matrix"]["lr"] == 1e-3
+    assert groups["matrix"]["weight_decay"] == 0.1
+    assert groups["aux"]["lr"] == 2e-3
+    assert groups["aux"]["weight_decay"] == 0.2
     assert set(groups["aux"]["param_names"]) == {"embed_tokens.weight", "lm_head.weight"}
     assert groups["aux_no_decay"]["weight_decay"] == 0.0
     assert set(groups["aux_no_decay"]["param_names"]) == {"proj.bias", "norm.weight", "norm.bias"}
@@ -116,7 +118,7 @@ def test_frozen_parameters_are_left_out() -> None:
 
 
 @pytest.mark.parametrize(
-    "params, error, message",
+    ("params", "error", "message"),
     [
         ([], ValueError, "params is empty"),
         (nn.Parameter(torch.zeros(2, 2)), TypeError, "single tensor"),

@@ -65,7 +65,7 @@ def run_reference(step_fn, **hyper) -> list[Tensor]:
 TORCH_CASES = list(itertools.product(("original", "match_rms_adamw"), (True, False), (0.0, 0.1)))
 
 
-@pytest.mark.parametrize("adjust_lr_fn, nesterov, wd", TORCH_CASES)
+@pytest.mark.parametrize(("adjust_lr_fn", "nesterov", "wd"), TORCH_CASES)
 def test_torch_muon_in_bfloat16(adjust_lr_fn: str, nesterov: bool, wd: float) -> None:
     """compat="torch" against torch.optim.Muon as it is: bfloat16 Newton-Schulz on both sides."""
     shared = {"lr": LR, "momentum": MOMENTUM, "nesterov": nesterov, "weight_decay": wd, "adjust_lr_fn": adjust_lr_fn}
@@ -74,7 +74,7 @@ def test_torch_muon_in_bfloat16(adjust_lr_fn: str, nesterov: bool, wd: float) ->
     assert displacement_error(ours, theirs) <= 1e-5
 
 
-@pytest.mark.parametrize("adjust_lr_fn, nesterov, wd", TORCH_CASES)
+@pytest.mark.parametrize(("adjust_lr_fn", "nesterov", "wd"), TORCH_CASES)
 def test_torch_muon_in_float32(adjust_lr_fn: str, nesterov: bool, wd: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Our own arithmetic against torch.optim.Muon with its orthogonalization done in float32."""
     import torch.optim._muon as torch_muon
@@ -91,8 +91,8 @@ def test_torch_muon_in_float32(adjust_lr_fn: str, nesterov: bool, wd: float, mon
     assert displacement_error(ours, theirs) <= 1e-5
 
 
-@pytest.mark.parametrize("nesterov, wd", itertools.product((True, False), (0.0, 0.1)))
-@pytest.mark.parametrize("name, reference", [("keller", keller_step), ("moonlight", moonlight_step)])
+@pytest.mark.parametrize(("nesterov", "wd"), itertools.product((True, False), (0.0, 0.1)))
+@pytest.mark.parametrize(("name", "reference"), [("keller", keller_step), ("moonlight", moonlight_step)])
 def test_reference_implementations(name: str, reference, nesterov: bool, wd: float) -> None:
     theirs = run_reference(reference, lr=LR, wd=wd, momentum=MOMENTUM, nesterov=nesterov)
     ours = run_optimizer(
@@ -103,7 +103,7 @@ def test_reference_implementations(name: str, reference, nesterov: bool, wd: flo
     assert displacement_error(ours, theirs) <= 1e-5
 
 
-@pytest.mark.parametrize("wd", (0.0, 0.1))
+@pytest.mark.parametrize("wd", [0.0, 0.1])
 def test_normuon_reference(wd: float) -> None:
     theirs = run_reference(normuon_step, lr=LR, wd=wd, momentum=MOMENTUM, beta2=0.9)
     ours = run_optimizer(
@@ -113,7 +113,8 @@ def test_normuon_reference(wd: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "compat, reference", [(None, keller_adam_step), ("keller", keller_adam_step), ("moonlight", moonlight_adam_step)]
+    ("compat", "reference"),
+    [(None, keller_adam_step), ("keller", keller_adam_step), ("moonlight", moonlight_adam_step)],
 )
 def test_auxiliary_adamw(compat: str | None, reference) -> None:
     """A gradient as small as eps tells apart where eps stands."""

@@ -197,7 +197,7 @@ def test_hyperparameters_come_from_the_checkpoint_and_structure_from_the_model()
 
 
 @pytest.mark.parametrize(
-    "spoil, message",
+    ("spoil", "message"),
     [
         (
             lambda s: s["state"][0].update(momentum_buffer=torch.zeros(3, 3)),

@@ -39,7 +39,9 @@ def test_every_dtype_steps(cls, dtype: torch.dtype, ns_dtype: str | None) -> Non
             p.grad = torch.randn(p.shape).to(dtype)
         optimizer.step()
     for a, p in zip(before, model.parameters()):
-        assert p.dtype is dtype and torch.isfinite(p).all() and not torch.equal(a, p)
+        assert p.dtype is dtype
+        assert torch.isfinite(p).all()
+        assert not torch.equal(a, p)
 
 
 @pytest.mark.parametrize("cls", OPTIMIZERS)
@@ -262,7 +264,7 @@ def test_closure_runs_with_gradients() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments, message",
+    ("arguments", "message"),
     [
         ({"lr": -1.0}, "lr=-1.0"),
         ({"momentum": 1.0}, r"momentum=1.0 must be in \[0, 1\)"),
