@@ -5,7 +5,8 @@ PYTHON ?= python3
 VENV ?= .venv
 RUN := $(VENV)/bin/python
 DEMO_ARGS ?=
-PYTEST_ARGS ?=
+# Workers with one thread each: the models of the tests are too small to use more.
+PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint docs clean
@@ -24,7 +25,7 @@ demo: $(VENV)/.installed-examples ## pretrain a small Llama under AdamW and unde
 	$(RUN) examples/pretrain_demo.py $(DEMO_ARGS)
 
 test: $(VENV)/.installed-test ## run the tests
-	$(RUN) -m pytest $(PYTEST_ARGS)
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(RUN) -m pytest $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-dev ## ruff and mypy
 	$(RUN) -m ruff check .
