@@ -68,8 +68,6 @@ def test_every_command_is_there(page: str, words: list[str]) -> None:
 def test_every_python_snippet_runs(
     page: str, index: int, code: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    page: str, index: int, code: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
     monkeypatch.chdir(tmp_path)
     exec(compile(code, f"{page}, block {index}", "exec"), {"__name__": "snippet"})
 
