@@ -135,7 +135,7 @@ def _override(
     canonical = [info.canonical for info in group]
     wanted, refused = force_matrix.find(canonical), force_aux.find(canonical)
     if wanted is not None and sum(size > 1 for size in group[0].shape) < 2:
-        vectors[wanted] = name
+        vectors.setdefault(wanted, name)
         wanted = None
     if wanted is not None and refused is not None:
         raise ValueError(
@@ -274,7 +274,7 @@ def _override_by_name(
 ) -> Decision | None:
     wanted, refused = force_matrix.find(names), force_aux.find(names)
     if wanted is not None and sum(size > 1 for size in shape) < 2:
-        vectors[wanted] = names[0]
+        vectors.setdefault(wanted, names[0])
         wanted = None
     if wanted is not None and refused is not None:
         raise ValueError(
