@@ -28,7 +28,7 @@ from transformers.training_args import TrainingArguments
 from transformers.utils import logging
 
 from hf_emopt.integrations.enum_members import add_string_member
-from hf_emopt.integrations.optim_args import optimizer_options, parse_optim_args
+from hf_emopt.integrations.optim_args import parse_optim_args
 from hf_emopt.matrix_optimizer import MatrixOptimizer
 from hf_emopt.optimizers import Muon, NorMuon
 
@@ -72,15 +72,13 @@ def optimizer_kwargs(args: TrainingArguments, optimizer_cls: type[MatrixOptimize
     Raises:
         ValueError: ``optim_args`` cannot be read; see :func:`hf_emopt.integrations.optim_args.parse_optim_args`.
     """
-    kwargs: dict[str, Any] = {
+    return {
         "lr": args.learning_rate,
         "weight_decay": args.weight_decay,
         "aux_betas": (args.adam_beta1, args.adam_beta2),
         "aux_eps": args.adam_epsilon,
+        **parse_optim_args(args.optim_args, optimizer_cls),
     }
-    known = optimizer_options(optimizer_cls)
-    kwargs = {key: value for key, value in kwargs.items() if key == "lr" or key in known}
-    return kwargs | parse_optim_args(args.optim_args, optimizer_cls)
 
 
 def refuse_unsupported(args: TrainingArguments, model: nn.Module | None) -> None:
@@ -88,21 +86,30 @@ def refuse_unsupported(args: TrainingArguments, model: nn.Module | None) -> None
 
     Called before the optimizer is built, which is when the model is still whole (or, under FSDP1, already flattened).
     """
-    name, instead = f"optim={_name(args)!r}", "Use DistributedDataParallel (torchrun without FSDP) or one process"
-    if getattr(args, "deepspeed_plugin", None) is not None:
-        raise ValueError(
-            f"{name} does not run under DeepSpeed in this version: ZeRO hands the optimizer flat pieces in which "
-            f"matrices cannot be seen. {instead}, without a DeepSpeed configuration."
-        )
+    _refuse_deepspeed(args)
+    name = f"optim={_name(args)!r}"
     if _fsdp_version(args, model) == 1:
         raise ValueError(
-            f"{name} cannot run under FSDP1: it flattens parameters, and no process holds a matrix. {instead}; "
+            f"{name} cannot run under FSDP1: it flattens parameters, and no process holds a matrix. {_INSTEAD}; "
             "remove fsdp (or fsdp_config['version'] = 1) from TrainingArguments and from the accelerate configuration."
         )
-    if _fsdp_version(args, model) is not None or any(_is_dtensor(p) for p in (model.parameters() if model else ())):
+    if _fsdp_version(args, model) is not None or any(
+        _is_dtensor(p) for p in (() if model is None else model.parameters())
+    ):
         raise ValueError(
             f"{name} does not run on sharded parameters (FSDP2, tensor or expert parallelism) in this version. "
-            f"{instead}."
+            f"{_INSTEAD}."
+        )
+
+
+_INSTEAD = "Use DistributedDataParallel (torchrun without FSDP) or one process"
+
+
+def _refuse_deepspeed(args: TrainingArguments) -> None:
+    if getattr(args, "deepspeed_plugin", None) is not None:
+        raise ValueError(
+            f"optim={_name(args)!r} does not run under DeepSpeed in this version: ZeRO hands the optimizer flat pieces "
+            f"in which matrices cannot be seen. {_INSTEAD}, without a DeepSpeed configuration."
         )
 
 
@@ -241,7 +248,7 @@ class EmoptCallback(TrainerCallback):
         optimizer = unwrap_optimizer(kwargs.get("optimizer"))
         if optimizer is None:
             if _ours(args) is not None:
-                refuse_unsupported(args, None)
+                _refuse_deepspeed(args)
                 logger.warning(
                     f"optim={_name(args)!r} is not used: the Trainer was given the optimizer "
                     f"{type(kwargs.get('optimizer')).__name__}."

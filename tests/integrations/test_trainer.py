@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -285,7 +287,7 @@ def test_start_of_training_says_once_what_is_trained_how(messages: list[logging.
     ):
         assert part in line
     for name, _ in trainer.model.named_parameters():
-        assert name in table or name.replace("layers.0.", "layers.*.").replace("layers.1.", "layers.*.") in table
+        assert re.sub(r"layers\.\d", "layers.{0,1}", name) in table
 
 
 # ---------------------------------------------------------------------------------------------- steps
@@ -331,11 +333,22 @@ def test_activation_checkpointing_changes_nothing(tmp_path: Path) -> None:
     assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
 
 
-def test_compiled_model_trains_the_same_matrices(tmp_path: Path) -> None:
-    # aot_eager traces and wraps the model as inductor does, and spares the minutes of C++ compilation.
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "aot_eager",  # traces and wraps the model as inductor does
+        pytest.param(
+            "inductor",
+            marks=pytest.mark.skipif(
+                not os.environ.get("EMOPT_SLOW_TESTS"), reason="two minutes of C++ compilation; set EMOPT_SLOW_TESTS=1"
+            ),
+        ),
+    ],
+)
+def test_compiled_model_trains_the_same_matrices(backend: str, tmp_path: Path) -> None:
     runs = []
-    for options in ({}, {"torch_compile": True, "torch_compile_backend": "aot_eager"}):
-        trainer = make_trainer(tmp_path, max_steps=2, **options)
+    for options in ({}, {"torch_compile": True, "torch_compile_backend": backend}):
+        trainer = make_trainer(tmp_path, **options)
         trainer.train()
         optimizer = optimizer_of(trainer)
         assert optimizer.transform_count == 2 * MATRICES
@@ -343,7 +356,7 @@ def test_compiled_model_trains_the_same_matrices(tmp_path: Path) -> None:
         runs.append(weights(trainer.model))
     assert runs[0].keys() == runs[1].keys()
     for name, plain in runs[0].items():
-        torch.testing.assert_close(runs[1][name], plain, rtol=0, atol=2e-5)
+        torch.testing.assert_close(runs[1][name], plain, rtol=0, atol=2e-6)
 
 
 def test_only_norms_trainable_is_an_error_that_names_the_way_out(tmp_path: Path) -> None:
