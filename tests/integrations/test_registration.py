@@ -124,25 +124,6 @@ def test_registering_again_and_reloading_change_nothing() -> None:
     assert _OPTIMIZER_HANDLERS[OptimizerNames("muon")].__globals__ is vars(reloaded)
 
 
-def test_import_of_a_second_copy_takes_over() -> None:
-    done = run_python(
-        "import sys, hf_emopt as first\n"
-        "from transformers.training_args import OptimizerNames\n"
-        "from transformers import trainer, Trainer, TrainingArguments\n"
-        "n = len(OptimizerNames)\n"
-        "for name in [m for m in sys.modules if m.startswith('hf_emopt')]: del sys.modules[name]\n"
-        "import hf_emopt as second\n"
-        "assert second.Muon is not first.Muon\n"
-        "assert len(OptimizerNames) == n and len(trainer.DEFAULT_CALLBACKS) == 2\n"
-        "args = TrainingArguments('/tmp/unused', optim='muon', use_cpu=True, report_to=[])\n"
-        "factory, _ = Trainer.get_optimizer_cls_and_kwargs(args)\n"
-        "assert factory() is second.Muon\n"
-        "print('fine')\n"
-    )
-    assert done.stdout.strip() == "fine", done.stderr
-    assert "transformers' own" not in done.stderr
-
-
 def test_training_args_bin_loads_where_the_package_is_absent(tmp_path: Path) -> None:
     torch.save(arguments(tmp_path, optim="muon"), tmp_path / "training_args.bin")
     done = run_python(
@@ -165,33 +146,49 @@ def test_training_args_bin_loads_where_the_package_is_absent(tmp_path: Path) -> 
 
 NATIVE = """
 import sys
-from transformers import trainer_optimizer, training_args, Trainer, TrainingArguments
+from transformers import trainer, trainer_optimizer, training_args, Trainer, TrainingArguments
 sys.path.insert(0, sys.argv[1])
 from enum_members import add_string_member
+
+def native(context):
+    return "native", {}
+
+member, added = add_string_member(training_args.OptimizerNames, "MUON", "muon")
+assert added
+trainer_optimizer._OPTIMIZER_HANDLERS[member] = native
+
+def pick(name):
+    args = TrainingArguments("/tmp/unused", optim=name, use_cpu=True, report_to=[])
+    return Trainer.get_optimizer_cls_and_kwargs(args)[0]
+
+import hf_emopt
+hf_emopt.register()
+assert pick("muon") == "native"
+assert pick("emopt_muon")() is hf_emopt.Muon
+assert pick("normuon")() is hf_emopt.NorMuon
+
+first = hf_emopt.Muon
+# The package imported anew, as a notebook does after an upgrade.
+del trainer_optimizer._OPTIMIZER_HANDLERS[member]
+count = len(training_args.OptimizerNames)
+for name in [m for m in sys.modules if m.startswith("hf_emopt")]:
+    del sys.modules[name]
+import hf_emopt as second
+assert second.Muon is not first
+assert len(training_args.OptimizerNames) == count
+assert [c.__name__ for c in trainer.DEFAULT_CALLBACKS] == ["DefaultFlowCallback", "EmoptCallback"]
+assert pick("muon")() is second.Muon and pick("emopt_normuon")() is second.NorMuon
+print("fine")
 """
 
 
-def test_an_optimizer_that_transformers_ships_stays(tmp_path: Path) -> None:
+def test_an_optimizer_that_transformers_ships_stays_and_a_second_copy_of_ours_takes_over(tmp_path: Path) -> None:
     shutil.copy(enum_members.__file__, tmp_path / "enum_members.py")
-    done = run_python(
-        NATIVE
-        + "def native(context): return 'native', {}\n"
-        + "member, added = add_string_member(training_args.OptimizerNames, 'MUON', 'muon')\n"
-        + "assert added\n"
-        + "trainer_optimizer._OPTIMIZER_HANDLERS[member] = native\n"
-        + "import hf_emopt\n"
-        + "hf_emopt.register()\n"
-        + "def pick(name):\n"
-        + "    args = TrainingArguments('/tmp/unused', optim=name, use_cpu=True, report_to=[])\n"
-        + "    return Trainer.get_optimizer_cls_and_kwargs(args)[0]\n"
-        + "assert pick('muon') == 'native'\n"
-        + "assert pick('emopt_muon')() is hf_emopt.Muon\n"
-        + "assert pick('normuon')() is hf_emopt.NorMuon\n"
-        + "print('fine')\n",
-        str(tmp_path),
-    )
+    done = run_python(NATIVE, str(tmp_path))
     assert done.stdout.strip() == "fine", done.stderr
     assert done.stderr.count("use optim='emopt_muon' for hf_emopt's") == 1, done.stderr
+    assert "optim='emopt_emopt_muon'" not in done.stderr
+    assert "optim='emopt_normuon'" not in done.stderr
 
 
 def test_a_name_taken_by_another_member_does_not_hide_it() -> None:
@@ -277,26 +274,33 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("as_module", [False, True])
-def test_run_gives_an_unmodified_script_the_names(as_module: bool, tmp_path: Path) -> None:
+def script_and_options(tmp_path: Path) -> list[str]:
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "helper.py").write_text("WORD = 'beside'\n")
-    target = ["-m", "script"] if as_module else [str(tmp_path / "script.py")]
-    command = [sys.executable, "-m", "hf_emopt.run", *target]
-    options = [
-        "--output_dir",
-        str(tmp_path),
-        "--optim",
-        "muon",
-        "--optim_args",
-        "ns_steps=6",
-        "--use_cpu",
-        "--text",
-        "seen",
-    ]
+    settings = {"output_dir": tmp_path, "optim": "muon", "optim_args": "ns_steps=6", "text": "seen"}
+    return ["--use_cpu", *(str(part) for key, value in settings.items() for part in (f"--{key}", value))]
+
+
+def test_run_gives_an_unmodified_script_the_names(tmp_path: Path) -> None:
+    options = script_and_options(tmp_path)
+    command = [sys.executable, "-m", "hf_emopt.run", str(tmp_path / "script.py"), *options]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command + options, capture_output=True, text=True, timeout=120, env=environment, cwd=tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert done.stdout.split() == ["beside", "seen", "Muon", "6", str(tmp_path / "script.py")], done.stderr
+
+
+def test_run_takes_a_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from hf_emopt.run import main
+
+    options = script_and_options(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    monkeypatch.setattr(sys, "argv", [])
+    main(["-m", "script", *options])
+    assert capsys.readouterr().out.split() == ["beside", "seen", "Muon", "6", str(tmp_path / "script.py")]
+    assert sys.path[0] == str(tmp_path)
 
 
 def test_run_without_a_script_says_how(capsys: pytest.CaptureFixture[str]) -> None:
