@@ -11,10 +11,18 @@ import torch
 from torch import Tensor
 
 from hf_emopt.distributed.layout import check_layout
-from hf_emopt.distributed.plan import MAX_BUCKET_NUMEL, Batch, Bucket, Plan, PlannedParameter, make_plan
+from hf_emopt.distributed.plan import (
+    MAX_BUCKET_NUMEL,
+    Batch,
+    Bucket,
+    Plan,
+    PlannedParameter,
+    assign_slots,
+    make_plan,
+)
 from hf_emopt.groups import GroupBuilder, ParamsArgument, describe_torch_group, unpack_units
 from hf_emopt.routing.route import ParameterRoute, RouteTable, coverage_warning
-from hf_emopt.rules.base import Group, MatrixRule
+from hf_emopt.rules.base import Clock, Group, MatrixRule
 from hf_emopt.rules.elementwise import adamw_step, apply_updates, init_adamw_state, validate_adamw
 from hf_emopt.rules.masters import LOW_PRECISION_WEIGHTS, needs_master
 from hf_emopt.state import STATE_VERSION, load_into, matched
@@ -62,6 +70,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._plan: Plan | None = None
         self._planned_for: tuple[int, ...] = ()
         self._unit_states: dict[tuple[int, int], State] = {}
+        self._slots: dict[tuple[str, int], tuple[tuple[int, ...], ...]] = {}
         self._builder = GroupBuilder(
             {
                 "matrix": {"state_version": STATE_VERSION, **matrix_defaults},
@@ -163,7 +172,22 @@ class MatrixOptimizer(torch.optim.Optimizer):
         if self._plan is None or identity != self._planned_for:
             self._plan, self._planned_for = make_plan(self.planned_parameters()), identity
             self._unit_states.clear()
+            self._slots = self._assign_slots(self._plan)
         return self._plan
+
+    def _assign_slots(self, plan: Plan) -> dict[tuple[str, int], tuple[tuple[int, ...], ...]]:
+        """When, within its period, each piece of a rule's periodic work is done."""
+        slots: dict[tuple[str, int], tuple[tuple[int, ...], ...]] = {}
+        for index, group in enumerate(self.param_groups):
+            costs = {
+                (p.name, u): [self.rule.periodic_costs(*unit.shape[1:], group)] * unit.shape[0]
+                for bucket in plan.buckets
+                if bucket.group == index
+                for p in bucket.parameters
+                for u, unit in enumerate(p.units)
+            }
+            slots |= assign_slots(costs, self.rule.period(group)) if costs else {}
+        return slots
 
     def planned_parameters(self) -> list[PlannedParameter]:
         """What the planner needs to know of each matrix parameter.
@@ -235,16 +259,18 @@ class MatrixOptimizer(torch.optim.Optimizer):
         states = [self._ready_state(params[i], group) for i in present]
         chosen = [params[i] for i in present]
         ok = checks.get(chosen[0].device)
-        messages = self.rule.accumulate([p.grad for p in chosen], states, group, ok)  # type: ignore[misc]
+        messages = self.rule.accumulate(chosen, [p.grad for p in chosen], states, group, ok)  # type: ignore[misc]
         updates = [torch.empty(m.shape, dtype=m.dtype, device=m.device) for m in messages]
         row_of = {i: k for k, i in enumerate(present)}
+        rounds = [self._next_round(state) for state in states]
         for batch_index, batch in enumerate(bucket.batches):
             jobs = [(row_of[i], bucket.parameters[i].units[u]) for i, u in batch.jobs if i in row_of]
             storage = self._unit_storage((index, batch_index), bucket, batch, group)
             rows = None if len(present) == len(params) else _rows_of(batch, row_of, chosen[0].device)
             unit_state = storage if rows is None else {key: value[rows] for key, value in storage.items()}
             x = _stack([unit.extract(messages[k]) for k, unit in jobs])
-            out = self.rule.transform(x, unit_state, group, ok)
+            clock = self._clock(bucket, batch, rounds, row_of)
+            out = self.rule.transform(x, unit_state, group, ok, clock)
             self.transform_count += x.shape[0]
             if rows is not None:
                 for key, value in unit_state.items():
@@ -252,7 +278,33 @@ class MatrixOptimizer(torch.optim.Optimizer):
             for part, (k, unit) in zip(out.split([unit.shape[0] for _, unit in jobs]), jobs):
                 unit.insert(updates[k], part)
         torch._foreach_add_([s["step"] for s in states], 1.0 if ok is None else ok.float())
-        apply_updates(chosen, updates, states, group, ok, self._generator(index, group, chosen[0].device))
+        warmup = self.rule.warmup_rounds(group)
+        moving = [k for k in range(len(chosen)) if rounds[k] > warmup]
+        apply_updates(
+            [chosen[k] for k in moving],
+            [updates[k] for k in moving],
+            [states[k] for k in moving],
+            group,
+            ok,
+            self._generator(index, group, chosen[0].device),
+        )
+
+    def _next_round(self, state: State) -> int:
+        """Counts the optimizer steps that a parameter took part in, on the host, for rules with a schedule."""
+        if not self.rule.scheduled:
+            return 1
+        state.setdefault("rounds", torch.zeros((), dtype=torch.int64)).add_(1)
+        return int(state["rounds"])
+
+    def _clock(self, bucket: Bucket, batch: Batch, rounds: list[int], row_of: dict[int, int]) -> Clock:
+        """Rounds and slots of the matrices of a batch whose parameter has a gradient."""
+        if not self.rule.scheduled:
+            return Clock((1,) * batch.count)
+        jobs = [(i, u, size) for (i, u), size in zip(batch.jobs, batch.sizes) if i in row_of]
+        return Clock(
+            tuple(rounds[row_of[i]] for i, _, size in jobs for _ in range(size)),
+            tuple(slots for i, u, _ in jobs for slots in self._slots[bucket.parameters[i].name, u]),
+        )
 
     def _unit_storage(self, key: tuple[int, int], bucket: Bucket, batch: Batch, group: Group) -> State:
         """State of a batch of matrices, one tensor for all of them; ``self.state`` holds views of it by parameter.

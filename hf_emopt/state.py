@@ -90,6 +90,7 @@ def load_into(optimizer: MatrixOptimizer, by_name: dict[str, dict[str, Any]], li
             entry = by_name[name]
             if entry:
                 optimizer.state[param] = {
-                    key: value.detach().to(param.device, copy=True) if torch.is_tensor(value) else value
+                    # "rounds" is read on the host at every step, so it stays there.
+                    key: value.detach().to("cpu" if key == "rounds" else param.device, copy=True)
                     for key, value in entry.items()
                 }

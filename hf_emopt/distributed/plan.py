@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hf_emopt.routing.unit import Unit
 
-__all__ = ["Batch", "Bucket", "Plan", "PlannedParameter", "assign_owners", "make_plan"]
+__all__ = ["Batch", "Bucket", "Plan", "PlannedParameter", "assign_owners", "assign_slots", "make_plan"]
 
 MAX_BUCKET_NUMEL = 2**26
 """Elements of a bucket (256 MiB in float32): enough to fill a GPU, small beside the parameters."""
@@ -146,6 +146,34 @@ def assign_owners(costs: dict[str, int], world_size: int) -> dict[str, int]:
         owners[name] = rank
         heapq.heappush(heap, (load + costs[name], rank))
     return owners
+
+
+def assign_slots(
+    piece_costs: Mapping[tuple[str, int], Sequence[Sequence[int]]], period: int
+) -> dict[tuple[str, int], tuple[tuple[int, ...], ...]]:
+    """The step within a period at which each piece of periodic work is due, so that every step has about the same.
+
+    Args:
+        piece_costs: for each ``(parameter, unit)``, for each of its matrices, the costs of its pieces.
+        period: steps in a period.
+
+    Returns:
+        Slots from 0 to ``period - 1`` in the shape of ``piece_costs``.
+    """
+    flat = {
+        f"{name}|{unit}|{matrix}|{piece}": cost
+        for (name, unit), matrices in piece_costs.items()
+        for matrix, pieces in enumerate(matrices)
+        for piece, cost in enumerate(pieces)
+    }
+    slots = assign_owners(flat, period)
+    return {
+        (name, unit): tuple(
+            tuple(slots[f"{name}|{unit}|{matrix}|{piece}"] for piece in range(len(pieces)))
+            for matrix, pieces in enumerate(matrices)
+        )
+        for (name, unit), matrices in piece_costs.items()
+    }
 
 
 def make_plan(

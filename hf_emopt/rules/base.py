@@ -8,12 +8,14 @@ back to the parameter, where :mod:`hf_emopt.rules.elementwise` applies it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-__all__ = ["Group", "MatrixRule", "state_dtype"]
+__all__ = ["Clock", "Group", "MatrixRule", "state_dtype"]
 
 Group = dict[str, Any]
 """Hyperparameters of one parameter group, as in ``torch.optim.Optimizer.param_groups``."""
@@ -22,6 +24,20 @@ Group = dict[str, Any]
 def state_dtype(param: Tensor) -> torch.dtype:
     """dtype of optimizer state: float32, or the parameter's own where that is wider (float64)."""
     return torch.promote_types(param.dtype, torch.float32)
+
+
+@dataclass(frozen=True)
+class Clock:
+    """What time it is for each matrix of a batch. Known on the host, so that schedules need no synchronization.
+
+    Attributes:
+        rounds: optimizer steps that each matrix took part in, this one counted, so 1 the first time.
+        slots: for each matrix, the step within a period at which each piece of its periodic work is due, as
+            :meth:`MatrixRule.periodic_costs` counts pieces; spread over the period by cost.
+    """
+
+    rounds: tuple[int, ...]
+    slots: tuple[tuple[int, ...], ...] = ()
 
 
 class MatrixRule(ABC):
@@ -35,6 +51,8 @@ class MatrixRule(ABC):
     """
 
     name: ClassVar[str]
+    scheduled: ClassVar[bool] = False
+    """Whether the rule reads its :class:`Clock`: it has periodic work or rounds of warm-up."""
 
     def validate(self, group: Group) -> None:  # noqa: B027 - most rules have something to check, none has to
         """Raises ``ValueError`` naming the hyperparameter, its value and what is accepted."""
@@ -47,20 +65,40 @@ class MatrixRule(ABC):
         """State of ``(B, m, n)`` whole matrices, held by their owner: tensors whose first dimension is ``B``."""
         return {}
 
+    def periodic_costs(self, m: int, n: int, group: Group) -> tuple[int, ...]:
+        """Costs of the pieces of work that an ``m x n`` matrix needs once a period, such as one root a block."""
+        return ()
+
+    def period(self, group: Group) -> int:
+        """Steps between two times that a piece of periodic work is done."""
+        return 1
+
+    def warmup_rounds(self, group: Group) -> int:
+        """Rounds in which a matrix only gathers statistics: its weight is neither moved nor decayed."""
+        return 0
+
     @abstractmethod
     def accumulate(
-        self, grads: list[Tensor], states: list[dict[str, Tensor]], group: Group, ok: Tensor | None
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        states: Sequence[dict[str, Tensor]],
+        group: Group,
+        ok: Tensor | None,
     ) -> list[Tensor]:
         """Elementwise phase: updates ``states`` and returns what the transform is to see, shaped like the gradients.
 
-        The returned tensors may alias state: readers must not write to them. ``grads`` are never written to.
+        The returned tensors are finite wherever ``ok`` is not ``None``. They may alias state: readers must not write to
+        them. ``params`` and ``grads`` are never written to.
         """
 
     @abstractmethod
-    def transform(self, x: Tensor, unit_state: dict[str, Tensor], group: Group, ok: Tensor | None) -> Tensor:
+    def transform(
+        self, x: Tensor, unit_state: dict[str, Tensor], group: Group, ok: Tensor | None, clock: Clock
+    ) -> Tensor:
         """Whole-matrix phase: ``(B, m, n)`` of finite numbers to the update of the same shape.
 
-        The result is subtracted from the weights, times the learning rate alone.
+        ``unit_state`` is changed in place. The result is subtracted from the weights, times the learning rate alone.
         """
 
     @abstractmethod

@@ -8,6 +8,7 @@ NorMuon: Z. Li et al., "NorMuon: Making Muon more efficient and scalable", arXiv
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from hf_emopt.linalg.coefficients import resolve_coefficients
 from hf_emopt.linalg.newton_schulz import newton_schulz, newton_schulz_flops
-from hf_emopt.rules.base import Group, MatrixRule, state_dtype
+from hf_emopt.rules.base import Clock, Group, MatrixRule, state_dtype
 
 __all__ = ["ADJUST_LR_FNS", "COMPAT", "AdjustLrFn", "CompatName", "MuonRule", "NorMuonRule", "update_scale"]
 
@@ -121,7 +122,12 @@ class MuonRule(MatrixRule):
         return {"momentum_buffer": torch.zeros_like(param, dtype=state_dtype(param))}
 
     def accumulate(
-        self, grads: list[Tensor], states: list[dict[str, Tensor]], group: Group, ok: Tensor | None
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        states: Sequence[dict[str, Tensor]],
+        group: Group,
+        ok: Tensor | None,
     ) -> list[Tensor]:
         mu = group["momentum"]
         buffers = [state["momentum_buffer"] for state in states]
@@ -169,7 +175,9 @@ class MuonRule(MatrixRule):
             return ortho.mul_(scale).to(out_dtype)
         return ortho.to(out_dtype) * scale
 
-    def transform(self, x: Tensor, unit_state: dict[str, Tensor], group: Group, ok: Tensor | None) -> Tensor:
+    def transform(
+        self, x: Tensor, unit_state: dict[str, Tensor], group: Group, ok: Tensor | None, clock: Clock
+    ) -> Tensor:
         return self.scaled(self.orthogonalize(x, group), group, x.dtype)
 
     def cost(self, m: int, n: int, group: Group) -> int:
@@ -221,7 +229,9 @@ class NorMuonRule(MuonRule):
         batch, m, _ = shape
         return {"row_second_moment": torch.zeros(batch, m, 1, dtype=state_dtype(like), device=like.device)}
 
-    def transform(self, x: Tensor, unit_state: dict[str, Tensor], group: Group, ok: Tensor | None) -> Tensor:
+    def transform(
+        self, x: Tensor, unit_state: dict[str, Tensor], group: Group, ok: Tensor | None, clock: Clock
+    ) -> Tensor:
         ortho = self.orthogonalize(x, group).to(x.dtype)
         moment = unit_state["row_second_moment"]
         mean_square = ortho.square().mean(dim=-1, keepdim=True)
