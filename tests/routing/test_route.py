@@ -305,6 +305,26 @@ def test_untied_heads_are_not_matrices() -> None:
     assert (named["classifier.0.weight"], named["classifier.2.weight"]) == ("matrix", "aux")
 
 
+def test_model_is_asked_for_its_embeddings() -> None:
+    """Neither name, nor type, nor shape tells here: the input is a linear map, the vocabulary of the head is padded."""
+
+    class Asked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lift = nn.Linear(12, 8, bias=False)
+            self.body = nn.Linear(8, 8, bias=False)
+            self.ends = nn.ModuleDict({"words": nn.Linear(8, 48, bias=False)})
+
+        def get_input_embeddings(self) -> nn.Module:
+            return self.lift
+
+        def get_output_embeddings(self) -> nn.Module:
+            return self.ends["words"]
+
+    roles = {route.name: route.role for route in route_parameters(nn.Sequential(Asked()))}
+    assert roles == {"0.lift.weight": "embedding", "0.body.weight": "linear", "0.ends.words.weight": "head"}
+
+
 def test_head_inside_a_larger_model_is_found() -> None:
     outer = nn.ModuleDict({"policy": build("gpt_neox"), "value": nn.Linear(256, 256)})
     table = route_parameters(outer)
