@@ -56,7 +56,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         type=float,
         help=f"one for every optimizer (default {FROM_SCRATCH_LEARNING_RATE}; {FINE_TUNE_LEARNING_RATE} with a model)",
     )
-    parser.add_argument("--max_steps", type=int, default=200)
+    parser.add_argument("--max_steps", type=int, default=150)
     parser.add_argument("--eval_steps", type=int, help="default: a tenth of the run")
     parser.add_argument("--batch_size", type=int, default=16)
     parser.add_argument("--block_size", type=int, default=128, help="tokens in a training sequence")
@@ -65,7 +65,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--num_layers", type=int, default=4)
     parser.add_argument("--eval_blocks", type=int, default=128, help="held-out blocks evaluated each time")
     parser.add_argument(
-        "--max_corpus_mb", type=float, default=12.0, help="stop reading text after this many million characters"
+        "--max_corpus_mb", type=float, default=8.0, help="stop reading text after this many million characters"
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output_dir", default="demo-out")
