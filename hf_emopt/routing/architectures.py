@@ -127,7 +127,10 @@ def _register_families() -> None:
     )
     register_architecture(blocks.has_layout_flags, blocks.flagged_experts)
     register_architecture("Llama4TextExperts", blocks.plain_experts(transposed=True))
-    register_architecture("LongcatFlashExperts", blocks.plain_experts(transposed=False))
+    for name in ("LongcatFlashExperts", "Step3p7Experts"):
+        register_architecture(name, blocks.plain_experts(transposed=False))
+    for name in ("Gemma3MultiModalProjector", "T5Gemma2MultiModalProjector"):
+        register_architecture(name, blocks.bare_projection("mm_input_projection_weight"))
     register_architecture("DbrxExpertGLU", blocks.dbrx_experts)
     register_architecture("JetMoeMoE", blocks.jetmoe_input)
     register_architecture("XLNetRelativeAttention", blocks.xlnet)
@@ -144,6 +147,8 @@ _VISION_QKV = (
     "Qwen3VLMoeVisionAttention", "Qwen3OmniMoeVisionAttention", "Qwen3_5VisionAttention", "Qwen3_5MoeVisionAttention",
     "Glm4vVisionAttention", "Glm4vMoeVisionAttention", "GlmOcrVisionAttention", "GlmImageVisionAttention",
     "Ernie4_5_VLMoeVisionAttention", "Exaone4_5_VisionAttention", "DeepseekOcr2SamVisionAttention",
+    "CohereCompassVisionAttention", "Glm5NextVisionAttention", "PPFormulaNetVisionAttention", "Qwen4ExpVisionAttention",
+    "UnlimitedOcrSamVisionAttention", "Dots3NoteVisionAttention", "SLANeXtVisionAttention",
 )  # fmt: skip
 
 _register_families()

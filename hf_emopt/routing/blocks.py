@@ -11,6 +11,7 @@ from .parameter import ArchitectureRule, Decision, ParameterInfo, class_names, m
 from .unit import Unit
 
 __all__ = [
+    "bare_projection",
     "concatenated",
     "dbrx_experts",
     "delta_parts",
@@ -117,6 +118,17 @@ def plain_experts(*, transposed: bool) -> ArchitectureRule:
         reason = f"expert stack, {'gate, up, split; ' if names else ''}batch of experts"
         units = expert_stack(parameter.shape, names, transposed=transposed)
         return matrix(units, reason + ("; stored (in, out)" if transposed else ""), "expert")
+
+    return rule
+
+
+def bare_projection(name: str) -> ArchitectureRule:
+    """A bare 2-D parameter applied as ``x @ weight``: stored (in, out)."""
+
+    def rule(parameter: ParameterInfo, module: nn.Module, relative: str) -> Decision | None:
+        if relative != name:
+            return None
+        return matrix((Unit.whole(parameter.shape, transposed=True),), "bare projection stored (in, out)")
 
     return rule
 

@@ -93,18 +93,22 @@ def _outside_body(module: nn.Module, body: nn.Module | None) -> Iterator[nn.Modu
 
 
 def _task_heads(model: nn.Module) -> Iterator[nn.Module]:
-    """Linear maps and convolutions of a ``*For*`` model, outside its body, whose outputs are labels or words."""
+    """Linear maps and convolutions of a ``*For*`` model, outside its body, that give labels or words.
+
+    Their outputs count as many, or they are children of the model named ``*_head``.
+    """
     for module in model.modules():
         if not (_is_pretrained(module) and any(_TASK_CLASS.search(name) for name in class_names(module)[:1])):
             continue
         prefix = module.base_model_prefix
         sizes = _sizes_of_outputs(module)
+        named = {id(child) for name, child in module._modules.items() if name.endswith("_head")}
         for candidate in _outside_body(module, module._modules.get(prefix) if isinstance(prefix, str) else None):
             weight = getattr(candidate, "weight", None)
             if not isinstance(weight, nn.Parameter):
                 continue
             convolution = isinstance(candidate, (nn.Conv1d, nn.Conv2d, nn.Conv3d))
-            if (is_linear(candidate) or convolution) and global_shape(weight)[0] in sizes:
+            if (is_linear(candidate) or convolution) and (global_shape(weight)[0] in sizes or id(candidate) in named):
                 yield candidate
 
 

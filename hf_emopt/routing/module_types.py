@@ -42,9 +42,7 @@ _KEY_VALUE = frozenset(
     }
 )
 _ATTENTION_OUTPUT = frozenset({"o_proj", "out_proj", "o", "wo", "Wo", "c_proj", "dense", "out_lin", "to_out"})
-_FUSED_NAMES = re.compile(
-    r"(?i)^(w_?qkv|qkv|qkv_proj|c_attn|query_key_value|in_proj_qkv|w_pack|att_proj|to_qkv|kv_proj)$"
-)
+_FUSED_NAMES = re.compile(r"(?i)^(w_?qkv|qkv|qkv_proj|c_attn|query_key_value|in_proj_qkv|w_pack|att_proj|to_qkv)$")
 
 
 def decide(info: ParameterInfo, special: dict[int, tuple[str, str]]) -> Decision:
@@ -64,6 +62,8 @@ def decide(info: ParameterInfo, special: dict[int, tuple[str, str]]) -> Decision
         role, reason = special[id(info.parameter)]
         return aux(reason, role)
     decision = decision or family_rule(info) or _no_matrix(info) or _by_owner(info)
+    if decision is None and isinstance(info.owner, nn.utils.parametrize.ParametrizationList):
+        decision = aux("factor of a reparametrized weight (weight norm and the like)", "bare")
     if decision is None:
         owner = class_names(info.owner)[0] if class_names(info.owner) else type(info.owner).__name__
         decision = aux(f"bare parameter of {owner}: its use is unknown (matrix_modules forces it)", "bare")

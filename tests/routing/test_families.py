@@ -433,6 +433,19 @@ def test_gated_mlp(family: str, name: str, fused: str, down: str) -> None:
     torch.testing.assert_close(ours, mlp(x), rtol=1e-4, atol=1e-5)
 
 
+def test_bare_projection_of_gemma3() -> None:
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3MultiModalProjector
+
+    vision = {"hidden_size": 12, "image_size": 8, "patch_size": 2}
+    config = tf.Gemma3Config(text_config={"hidden_size": 16}, vision_config=vision, mm_tokens_per_image=16)
+    projector = Gemma3MultiModalProjector(config)
+    nn.init.normal_(projector.mm_input_projection_weight)
+    (unit,) = route_parameters(projector).by_name["mm_input_projection_weight"].units
+    x = torch.randn(1, 16, 12)
+    ours = projector.mm_soft_emb_norm(x) @ unit.extract(projector.mm_input_projection_weight.detach())[0].T
+    torch.testing.assert_close(ours, projector(x))
+
+
 def test_flags_of_experts_are_read() -> None:
     """Every combination of the flags that transformers writes on its experts, on a stand-in of the same form."""
 

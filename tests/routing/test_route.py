@@ -232,6 +232,13 @@ def test_unknown_expert_stack_and_unknown_fusion_say_so() -> None:
     assert "layout is unknown" in fused.reason
 
 
+def test_reparametrized_weight_is_elementwise() -> None:
+    model = nn.utils.parametrizations.weight_norm(nn.Linear(6, 4, bias=False))
+    table = route_parameters(model)
+    assert table.matrices == []
+    assert "reparametrized" in table.by_name["parametrizations.weight.original1"].reason
+
+
 def test_linear_like_classes_are_linear() -> None:
     class MyLinear(nn.Module):
         def __init__(self) -> None:
