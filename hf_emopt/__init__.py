@@ -3,9 +3,9 @@
 from hf_emopt._version import __version__
 from hf_emopt.integrations.transformers import register
 from hf_emopt.linalg.newton_schulz import newton_schulz
-from hf_emopt.optimizers import Muon, NorMuon
+from hf_emopt.optimizers import SOAP, KLShampoo, Muon, NorMuon, Shampoo
 from hf_emopt.routing.route import route_parameters
 
-__all__ = ["Muon", "NorMuon", "__version__", "newton_schulz", "route_parameters"]
+__all__ = ["SOAP", "KLShampoo", "Muon", "NorMuon", "Shampoo", "__version__", "newton_schulz", "route_parameters"]
 
 register()

@@ -30,14 +30,20 @@ from transformers.utils import logging
 from hf_emopt.integrations.enum_members import add_string_member
 from hf_emopt.integrations.optim_args import parse_optim_args
 from hf_emopt.matrix_optimizer import MatrixOptimizer
-from hf_emopt.optimizers import Muon, NorMuon
+from hf_emopt.optimizers import SOAP, KLShampoo, Muon, NorMuon, Shampoo
 
 __all__ = ["OPTIMIZERS", "EmoptCallback", "OptimizerFactory", "register", "register_optimizer", "unwrap_optimizer"]
 
 logger = logging.get_logger("transformers.hf_emopt")  # under transformers' own verbosity and handlers
 
 PREFIX = "emopt_"
-OPTIMIZERS: dict[str, type[MatrixOptimizer]] = {"muon": Muon, "normuon": NorMuon}
+OPTIMIZERS: dict[str, type[MatrixOptimizer]] = {
+    "muon": Muon,
+    "normuon": NorMuon,
+    "soap": SOAP,
+    "shampoo": Shampoo,
+    "kl_shampoo": KLShampoo,
+}
 """Name without prefix to optimizer class. A new optimizer is one line here."""
 
 # Marks what this package put into transformers, so that a reload of the package replaces it instead of seeing a rival.

@@ -1,4 +1,4 @@
-"""The optimizers a user names: thin classes whose docstrings say everything, over :class:`MatrixOptimizer`."""
+"""Muon and NorMuon as a user names them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hf_emopt.groups import ParamsArgument
 from hf_emopt.matrix_optimizer import MatrixOptimizer
+from hf_emopt.optimizers.options import aux_defaults, dtype_name
 from hf_emopt.rules.base import Group
 from hf_emopt.rules.masters import LowPrecisionWeights
 from hf_emopt.rules.muon import AdjustLrFn, CompatName, MuonRule, NorMuonRule
@@ -100,7 +101,7 @@ class Muon(MatrixOptimizer):
             momentum, nesterov, ns_coefficients, ns_steps, ns_dtype, adjust_lr_fn, eps, cautious_weight_decay, compat
         )
         matrix.update(lr=lr, weight_decay=weight_decay, low_precision_weights=low_precision_weights)
-        aux = _aux_defaults(matrix, aux_lr, aux_betas, aux_eps, aux_weight_decay)
+        aux = aux_defaults(matrix, aux_lr, aux_betas, aux_eps, aux_weight_decay)
         super().__init__(
             params,
             MuonRule(),
@@ -168,7 +169,7 @@ class NorMuon(MatrixOptimizer):
             momentum, nesterov, ns_coefficients, ns_steps, ns_dtype, adjust_lr_fn, eps, cautious_weight_decay, None
         )
         matrix.update(lr=lr, weight_decay=weight_decay, low_precision_weights=low_precision_weights, beta2=beta2)
-        aux = _aux_defaults(matrix, aux_lr, aux_betas, aux_eps, aux_weight_decay)
+        aux = aux_defaults(matrix, aux_lr, aux_betas, aux_eps, aux_weight_decay)
         super().__init__(
             params,
             NorMuonRule(),
@@ -198,7 +199,7 @@ def _muon_defaults(
         "nesterov": nesterov,
         "ns_coefficients": _plain_coefficients(ns_coefficients),
         "ns_steps": ns_steps,
-        "ns_dtype": _dtype_name(ns_dtype),
+        "ns_dtype": dtype_name(ns_dtype),
         "adjust_lr_fn": adjust_lr_fn,
         "eps": eps,
         "cautious_weight_decay": cautious_weight_decay,
@@ -211,28 +212,3 @@ def _plain_coefficients(coefficients: NsCoefficients) -> object:
     if isinstance(coefficients, str):
         return coefficients
     return tuple(step if isinstance(step, (int, float)) else tuple(step) for step in coefficients)
-
-
-def _dtype_name(dtype: torch.dtype | str | None) -> str | None:
-    short = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
-    if dtype is None:
-        return None
-    name = str(dtype).removeprefix("torch.")
-    return short.get(name, name)
-
-
-def _aux_defaults(
-    matrix: Group,
-    aux_lr: float | Tensor | None,
-    aux_betas: tuple[float, float],
-    aux_eps: float,
-    aux_weight_decay: float | None,
-) -> Group:
-    return {
-        "lr": matrix["lr"] if aux_lr is None else aux_lr,
-        "weight_decay": matrix["weight_decay"] if aux_weight_decay is None else aux_weight_decay,
-        "betas": tuple(aux_betas),
-        "eps": aux_eps,
-        "low_precision_weights": matrix["low_precision_weights"],
-        "compat": matrix["compat"],
-    }

@@ -15,7 +15,7 @@ from torch.optim.adamw import adamw
 from hf_emopt.rules.base import Group, state_dtype
 from hf_emopt.rules.masters import load_weights, store_weights
 
-__all__ = ["adamw_step", "apply_updates", "init_adamw_state", "validate_adamw"]
+__all__ = ["adamw_step", "apply_updates", "decay_factor", "init_adamw_state", "validate_adamw"]
 
 
 def validate_adamw(group: Group) -> None:
@@ -96,6 +96,23 @@ def _moonlight_adamw(
         weight.mul_(1.0 - lr * decay * gate).sub_(update * (lr * gate))
 
 
+def decay_factor(group: Group, lr: float | Tensor) -> float | Tensor:
+    """What a weight loses in a step, as a fraction: the decay kinds of arXiv:2309.06497's implementation.
+
+    ``"decoupled"``: ``lr wd``; ``"corrected"``: ``lr wd lr / peak lr`` (A. Defazio, arXiv:2506.02285); ``"independent"``:
+    ``wd lr / peak lr``, which the peak learning rate does not change; ``"l2"``: nothing, the gradient has it already. The
+    peak is ``initial_lr``, which torch's schedulers keep, or the group's own learning rate without one.
+    """
+    kind, decay = group.get("weight_decay_type", "decoupled"), group["weight_decay"]
+    if not decay or kind == "l2":
+        return 0.0
+    if kind == "decoupled":
+        return lr * decay
+    peak = group["initial_lr"] if "initial_lr" in group else group["peak_lr"]
+    relative = group["lr"] / max(float(peak), 1e-30)
+    return lr * decay * relative if kind == "corrected" else decay * relative
+
+
 def apply_updates(
     params: Sequence[Tensor],
     updates: Sequence[Tensor],
@@ -110,23 +127,28 @@ def apply_updates(
         params: parameters of one device.
         updates: what the rule's transform returned, shaped like the parameters; overwritten.
         states: where 16-bit weights keep what they cannot hold.
-        group: ``lr``, ``weight_decay``, ``cautious_weight_decay``, ``low_precision_weights``.
+        group: ``lr``, ``weight_decay``, ``low_precision_weights``; and where a rule has them ``cautious_weight_decay``,
+            ``weight_decay_type`` (see :func:`decay_factor`) and ``decay_after`` (``p <- (1 - lr wd) (p - lr u)``).
         ok: scalar bool on the device; ``False`` leaves the parameters as they are.
         generator: see :func:`~hf_emopt.rules.masters.store_weights`.
     """
-    lr, decay, policy = group["lr"], group["weight_decay"], group["low_precision_weights"]
+    if not params:
+        return
+    lr, policy = group["lr"], group["low_precision_weights"]
     weights = load_weights(params, states, policy)
     wide = [u if u.dtype == w.dtype else u.to(w.dtype) for u, w in zip(updates, weights)]
-    gate = None if ok is None else ok.to(torch.float32)
-    step = lr if gate is None else lr * gate
-    if decay:
-        shrink = step * decay
-        if group["cautious_weight_decay"]:
-            for weight, update in zip(weights, wide):
-                # Only where the update already pulls the weight towards zero.
-                weight.sub_(weight * (weight * update > 0) * shrink)
-        else:
-            torch._foreach_mul_(weights, 1.0 - shrink)
-    torch._foreach_mul_(wide, -step)
+    gate = 1.0 if ok is None else ok.to(torch.float32)
+    shrink = decay_factor(group, lr)
+    decays = isinstance(shrink, Tensor) or shrink != 0.0
+    after = group.get("decay_after", False)
+    if decays and group.get("cautious_weight_decay", False):
+        for weight, update in zip(weights, wide):
+            # Only where the update already pulls the weight towards zero.
+            weight.sub_(weight * (weight * update > 0) * (shrink * gate))
+    elif decays and not after:
+        torch._foreach_mul_(weights, 1.0 - shrink * gate)
+    torch._foreach_mul_(wide, -(lr * gate))
     torch._foreach_add_(weights, wide)
+    if decays and after:
+        torch._foreach_mul_(weights, 1.0 - shrink * gate)
     store_weights(params, weights, states, policy, generator)

@@ -1,0 +1,37 @@
+"""What all optimizers do alike with their arguments."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hf_emopt.rules.base import Group
+
+__all__ = ["aux_defaults", "dtype_name"]
+
+
+def dtype_name(dtype: torch.dtype | str | None) -> str | None:
+    """A dtype by its torch name without ``torch.``, the form kept in groups; ``None`` stays."""
+    short = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+    if dtype is None:
+        return None
+    name = str(dtype).removeprefix("torch.")
+    return short.get(name, name)
+
+
+def aux_defaults(
+    matrix: Group,
+    aux_lr: float | Tensor | None,
+    aux_betas: tuple[float, float],
+    aux_eps: float,
+    aux_weight_decay: float | None,
+) -> Group:
+    """Hyperparameters of the AdamW part; ``None`` takes the matrices' value."""
+    return {
+        "lr": matrix["lr"] if aux_lr is None else aux_lr,
+        "weight_decay": matrix["weight_decay"] if aux_weight_decay is None else aux_weight_decay,
+        "betas": tuple(aux_betas),
+        "eps": aux_eps,
+        "low_precision_weights": matrix["low_precision_weights"],
+        "compat": matrix.get("compat"),
+    }

@@ -1,0 +1,158 @@
+"""Shampoo and KL-Shampoo as a user names them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from hf_emopt.groups import ParamsArgument
+from hf_emopt.linalg.precision import Precision
+from hf_emopt.matrix_optimizer import MatrixOptimizer
+from hf_emopt.optimizers.options import aux_defaults, dtype_name
+from hf_emopt.rules.base import Group
+from hf_emopt.rules.factor_storage import FactorStorageName
+from hf_emopt.rules.kronecker import Oversize, Refresh
+from hf_emopt.rules.masters import LowPrecisionWeights
+from hf_emopt.rules.shampoo import Grafting, ShampooRule
+
+__all__ = ["KLShampoo", "Shampoo"]
+
+RootSolverChoice = Literal["auto", "eigh", "coupled_newton", "coupled_higher_order"]
+
+
+class Shampoo(MatrixOptimizer):
+    r"""Shampoo for matrices, AdamW for everything else, in one optimizer.
+
+    V. Gupta et al., arXiv:1802.09568; H.-J. M. Shi et al., arXiv:2309.06497. See
+    :class:`hf_emopt.rules.shampoo.ShampooRule` for the formulas.
+
+    Args:
+        params: as for :class:`Muon`.
+        lr: learning rate. With ``grafting="adam"`` each block moves as far as Adam would move it.
+        betas: decay of the filtered gradient and of the factors; 1.0 for the second sums instead (AdaGrad).
+        epsilon: added to a factor's eigenvalues, which are shifted up first where one lies below it.
+        weight_decay: see ``weight_decay_type``; none on norms and biases when a model is passed.
+        max_preconditioner_dim: blocks have sides of at most this (``oversize="block"``), or longer sides are not
+            preconditioned (``oversize="one_sided"``).
+        precondition_frequency: steps in which every inverse root is refreshed once.
+        start_preconditioning_step: first step with roots, before which the grafted direction alone is used; ``None`` is
+            ``precondition_frequency``.
+        grafting: whose step length each block takes: ``"adam"``, ``"rmsprop"``, ``"adagrad"``, ``"sgd"`` or ``"none"``.
+        grafting_beta2, grafting_epsilon: of that method; ``None`` is ``betas[1]``.
+        bias_correction: divide filtered gradient and factors by ``1 - beta^t``.
+        exponent_override: ``p`` of ``A^(-p)``, one number or one by the number of preconditioned dimensions; the default
+            is ``1 / (2 * dimensions)``, 1/4 for a matrix.
+        momentum, nesterov: heavy ball on the preconditioned direction.
+        refresh: ``"staggered"`` (default), ``"synchronous"`` or ``"async"``; as for :class:`SOAP`.
+        async_delay: as for :class:`SOAP`.
+        root_solver: ``"eigh"``, ``"coupled_newton"``, ``"coupled_higher_order"``, or ``"auto"``: products only
+            (``coupled_newton``) on a GPU, where ``eigh`` runs far below the card's rate, and ``eigh`` on a CPU. A block whose
+            iteration does not converge falls back to ``eigh``.
+        root_dtype: dtype in which inverse roots are kept.
+        matmul_precision, factor_storage, tolerated_failures, weight_decay_type: as for :class:`SOAP`.
+        aux_lr, aux_betas, aux_eps, aux_weight_decay: of the AdamW part; ``None`` takes the matrices' value.
+        matrix_modules, aux_modules: regular expressions on dotted parameter names that override the routing.
+        low_precision_weights, per_head, allow_no_matrices, skip_nonfinite: as for :class:`Muon`.
+
+    Raises:
+        ValueError: when a value is out of range, or no parameter is a matrix.
+
+    State per matrix of ``m x n`` (one block): ``exp_avg``, the grafting's second moment, ``factor.*`` and ``root.*`` of
+    both sides: ``8 m n + 8 (m^2 + n^2)`` bytes in float32.
+    """
+
+    _kl = False
+
+    def __init__(
+        self,
+        params: ParamsArgument,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        epsilon: float = 1e-12,
+        weight_decay: float = 0.0,
+        max_preconditioner_dim: int = 1024,
+        precondition_frequency: int = 10,
+        start_preconditioning_step: int | None = None,
+        grafting: Grafting = "adam",
+        *,
+        grafting_beta2: float | None = None,
+        grafting_epsilon: float = 1e-8,
+        bias_correction: bool = True,
+        exponent_override: float | Mapping[int, float] | None = None,
+        momentum: float = 0.0,
+        nesterov: bool = False,
+        refresh: Refresh = "staggered",
+        async_delay: int | None = None,
+        root_solver: RootSolverChoice = "auto",
+        root_dtype: torch.dtype | str = "float32",
+        oversize: Oversize = "block",
+        matmul_precision: Precision = "highest",
+        factor_storage: FactorStorageName = "float32",
+        tolerated_failures: int = 3,
+        weight_decay_type: Literal["decoupled", "l2", "corrected", "independent"] = "decoupled",
+        aux_lr: float | Tensor | None = None,
+        aux_betas: tuple[float, float] = (0.9, 0.95),
+        aux_eps: float = 1e-8,
+        aux_weight_decay: float | None = None,
+        low_precision_weights: LowPrecisionWeights = "split",
+        matrix_modules: str | Sequence[str] | None = None,
+        aux_modules: str | Sequence[str] | None = None,
+        per_head: bool = False,
+        allow_no_matrices: bool = False,
+        skip_nonfinite: bool = True,
+    ) -> None:
+        start = precondition_frequency if start_preconditioning_step is None else start_preconditioning_step
+        matrix: Group = {
+            "lr": lr,
+            "peak_lr": float(lr),
+            "betas": tuple(betas),
+            "epsilon": epsilon,
+            "weight_decay": weight_decay,
+            "weight_decay_type": weight_decay_type,
+            "max_preconditioner_dim": max_preconditioner_dim,
+            "precondition_frequency": precondition_frequency,
+            "start_preconditioning_step": start,
+            "grafting": grafting,
+            "grafting_beta2": betas[1] if grafting_beta2 is None else grafting_beta2,
+            "grafting_epsilon": grafting_epsilon,
+            "bias_correction": bias_correction,
+            "exponent_override": dict(exponent_override)
+            if isinstance(exponent_override, Mapping)
+            else exponent_override,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "refresh": refresh,
+            "async_delay": async_delay,
+            "root_solver": root_solver,
+            "root_dtype": dtype_name(root_dtype),
+            "oversize": oversize,
+            "kl": self._kl,
+            "matmul_precision": matmul_precision,
+            "factor_storage": factor_storage,
+            "tolerated_failures": tolerated_failures,
+            "low_precision_weights": low_precision_weights,
+        }
+        super().__init__(
+            params,
+            ShampooRule(),
+            matrix,
+            aux_defaults(matrix, aux_lr, aux_betas, aux_eps, aux_weight_decay),
+            matrix_modules=matrix_modules,
+            aux_modules=aux_modules,
+            per_head=per_head,
+            allow_no_matrices=allow_no_matrices,
+            skip_nonfinite=skip_nonfinite,
+        )
+
+
+class KLShampoo(Shampoo):
+    r"""Shampoo whose factors estimate the gradient's covariance by minimizing a Kullback-Leibler divergence.
+
+    Each side's factor is a mean of the gradient whitened by the other side, ``G B^-1 G^T / n``, and each side is
+    preconditioned by the inverse square root: W. Lin et al., arXiv:2509.03378. Arguments are those of :class:`Shampoo`.
+    """
+
+    _kl = True

@@ -1,0 +1,228 @@
+"""Shampoo, its one-sided and its KL variant.
+
+Shampoo: V. Gupta, T. Koren, Y. Singer, arXiv:1802.09568. Moving averages, grafting, blocking, start and frequency: H.-J. M.
+Shi et al., "A Distributed Data-Parallel PyTorch Implementation of the Distributed Shampoo Optimizer", arXiv:2309.06497,
+algorithm 1. KL-Shampoo: W. Lin et al., arXiv:2509.03378.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from hf_emopt.linalg.inverse_root import RootSolver, inverse_root
+from hf_emopt.rules.base import Clock, Group
+from hf_emopt.rules.kronecker import BlockState, Gate, KroneckerRule, gate_of, mode_product, unfold
+
+__all__ = ["GRAFTING", "Grafting", "ShampooRule"]
+
+Grafting = Literal["adam", "rmsprop", "adagrad", "sgd", "none"]
+GRAFTING: tuple[str, ...] = ("adam", "rmsprop", "adagrad", "sgd", "none")
+
+_GRAFT_FLOOR = 1e-16
+
+
+class ShampooRule(KroneckerRule):
+    """The filtered gradient, multiplied along each dimension by an inverse root of that dimension's factor.
+
+    .. code-block:: text
+
+        A_d  <- beta2 A_d + (1 - beta2) G_d G_d^T                      (+ G_d G_d^T for beta2 = 1)
+        M    <- beta1 M + (1 - beta1) G;   M^ = M / (1 - beta1^t)
+        S    =  M^ x_1 (A_1/(1-beta2^t) + eps I)^(-1/(2k)) ... x_k (...)^(-1/(2k))        k preconditioned dimensions
+        U    =  S |graft(M^)| / (|S| + 1e-16)    block by block; graft(M^) alone before start_preconditioning_step
+    """
+
+    name: ClassVar[str] = "shampoo"
+
+    def validate(self, group: Group) -> None:
+        super().validate(group)
+        if group["grafting"] not in GRAFTING:
+            raise ValueError(f"grafting={group['grafting']!r} is not one of {', '.join(GRAFTING)}")
+        if not 0.0 <= group["momentum"] < 1.0:
+            raise ValueError(f"momentum={group['momentum']} must be in [0, 1)")
+        if group["root_solver"] not in ("auto", *get_args(RootSolver)):
+            raise ValueError(
+                f"root_solver={group['root_solver']!r} is not one of auto, {', '.join(get_args(RootSolver))}"
+            )
+        start = group["start_preconditioning_step"]
+        if not (isinstance(start, int) and start >= 1):
+            raise ValueError(f"start_preconditioning_step={start!r} must be a whole number, at least 1")
+        if not group["epsilon"] >= 0.0:
+            raise ValueError(f"epsilon={group['epsilon']} must not be negative")
+
+    def exponent(self, order: int, group: Group) -> float:
+        """``p`` in ``A^(-p)`` for blocks of which ``order`` dimensions are preconditioned."""
+        given = group["exponent_override"]
+        if isinstance(given, Mapping):
+            given = given.get(order)
+        if given is not None:
+            return float(given)
+        return 0.5 if group["kl"] else 1.0 / (2 * order)
+
+    def first_round(self, group: Group) -> int:
+        return int(group["start_preconditioning_step"])
+
+    # ------------------------------------------------------------------ state
+
+    def init_unit_state(self, shape: tuple[int, ...], group: Group, like: Tensor) -> dict[str, Tensor]:
+        wide = torch.empty(0, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
+        state = self.init_factors(shape, group, wide)
+        dtype = {"float32": wide.dtype, "bfloat16": torch.bfloat16, "float16": torch.float16}[group["root_dtype"]]
+        for index, c in enumerate(self.grid(shape[1:], group).classes):
+            lead = (shape[0], c.count)
+            state[f"failures.{index}"] = torch.zeros(lead, dtype=torch.int32, device=like.device)
+            for d, size in enumerate(c.sizes):
+                if self.has_factor(size, group):
+                    eye = torch.eye(size, dtype=dtype, device=like.device)
+                    state[f"root.{index}.{d}"] = eye.expand(*lead, size, size).clone()
+        state["count"] = wide.new_zeros(shape[0])
+        if group["betas"][0]:
+            state["exp_avg"] = wide.new_zeros(shape)
+        if group["grafting"] in ("adam", "rmsprop", "adagrad"):
+            state["graft_second_moment"] = wide.new_zeros(shape)
+        if group["momentum"]:
+            state["momentum_buffer"] = wide.new_zeros(shape)
+        return state
+
+    # ------------------------------------------------------------------ step
+
+    def transform(
+        self, x: Tensor, unit_state: dict[str, Tensor], group: Group, ok: Tensor | None, clock: Clock
+    ) -> Tensor:
+        gate = gate_of(ok, x)
+        unit_state["count"].add_(gate)
+        filtered = self._filter(x, unit_state, group, gate)
+        graft = self._graft(x, filtered, unit_state, group, gate)
+        parts = []
+        grid = self.grid(x.shape[1:], group)
+        with self.precision(group):
+            for block, m, g in zip(self.blocks(x, unit_state, group), grid.split(filtered), grid.split(graft)):
+                self._update_factors(block, group, gate, clock)
+                self._refresh(block, group, ok, clock)
+                direction = self._precondition(block, m.flatten(0, 1), g.flatten(0, 1), group, clock)
+                parts.append(direction.view(m.shape))
+        update = grid.merge(parts)
+        return self._momentum(update, unit_state, group, gate)
+
+    def _filter(self, x: Tensor, state: dict[str, Tensor], group: Group, gate: Gate) -> Tensor:
+        beta1 = group["betas"][0]
+        if not beta1:
+            return x
+        state["exp_avg"].add_((x - state["exp_avg"]) * gate, alpha=1.0 - beta1)
+        return state["exp_avg"] / self._correction(beta1, state, x) if group["bias_correction"] else state["exp_avg"]
+
+    def _correction(self, beta: float, state: dict[str, Tensor], like: Tensor) -> Tensor:
+        """``1 - beta^t`` of each matrix, shaped to divide a batch of them."""
+        steps = state["count"].clamp_min(1.0)
+        return (1.0 - beta**steps).view(-1, *[1] * (like.ndim - 1))
+
+    def _graft(self, x: Tensor, filtered: Tensor, state: dict[str, Tensor], group: Group, gate: Gate) -> Tensor:
+        """The direction whose length, block by block, the preconditioned one takes over."""
+        kind, eps = group["grafting"], group["grafting_epsilon"]
+        if kind in ("sgd", "none"):
+            return filtered
+        moment, beta = state["graft_second_moment"], group["grafting_beta2"]
+        if kind == "adagrad":
+            moment.add_(x.square() * gate)
+        else:
+            moment.add_((x.square() - moment) * gate, alpha=1.0 - beta)
+        scale = moment / self._correction(beta, state, x) if kind == "adam" else moment
+        return filtered / (scale.sqrt() + eps)
+
+    def _update_factors(self, block: BlockState, group: Group, gate: Gate, clock: Clock) -> None:
+        dims = self.factored(block, group)
+        whitened = dict.fromkeys(dims, block.grads)
+        if group["kl"]:
+            # Each side sees the gradient whitened by the other sides' inverse roots, per element of the other sides.
+            for d in dims:
+                for other in dims:
+                    if other != d:
+                        root = block.tensor("root", other).to(block.grads.dtype)
+                        whitened[d] = mode_product(whitened[d], root, other) * block.sizes[other] ** -0.5
+        for d in dims:
+            self.update_factor(block, d, group, group["betas"][1], unfold(whitened[d], d), gate, clock)
+
+    def _refresh(self, block: BlockState, group: Group, ok: Tensor | None, clock: Clock) -> None:
+        dims = self.factored(block, group)
+        first, again = self.due(block, group, clock)
+        chosen = sorted(first + again)
+        if not chosen or not dims:
+            return
+        rows = self.rows(chosen, block)
+        failed = torch.zeros(len(chosen), dtype=torch.bool, device=block.grads.device)
+        beta2 = group["betas"][1]
+        for d in dims:
+            factor = self.factor(block, d, group)[rows]
+            if group["bias_correction"] and beta2 < 1.0:
+                counts = block.state["count"][rows // block.count].clamp_min(1.0)
+                factor = factor / (1.0 - beta2**counts).view(-1, 1, 1)
+            result = inverse_root(
+                factor,
+                self.exponent(len(dims), group),
+                group["epsilon"],
+                self._solver(factor, group),
+                precision=group["matmul_precision"],
+            )
+            keep = result.failed if ok is None else result.failed | ~ok
+            root = block.tensor("root", d)
+            root[rows] = torch.where(keep.view(-1, 1, 1), root[rows], result.value.to(root.dtype))
+            failed |= result.failed
+        self.note_failures(block, rows, failed, group)
+
+    @staticmethod
+    def _solver(factor: Tensor, group: Group) -> RootSolver:
+        solver: RootSolver | Literal["auto"] = group["root_solver"]
+        if solver != "auto":
+            return solver
+        return "coupled_newton" if factor.is_cuda else "eigh"
+
+    def _precondition(self, block: BlockState, m: Tensor, graft: Tensor, group: Group, clock: Clock) -> Tensor:
+        ready = self.refreshed_before(block, group, clock)
+        if not any(ready):
+            return graft
+        direction = m
+        for d in self.factored(block, group):
+            direction = mode_product(direction, block.tensor("root", d).to(m.dtype), d)
+        if group["grafting"] != "none":
+            dims = tuple(range(1, m.ndim))
+            length = torch.linalg.vector_norm(direction, dim=dims, keepdim=True)
+            direction = direction * (torch.linalg.vector_norm(graft, dim=dims, keepdim=True) / (length + _GRAFT_FLOOR))
+        if all(ready):
+            return direction
+        chosen = torch.tensor(ready, device=m.device).view(-1, *[1] * (m.ndim - 1))
+        return torch.where(chosen, direction, graft)
+
+    def _momentum(self, update: Tensor, state: dict[str, Tensor], group: Group, gate: Gate) -> Tensor:
+        mu = group["momentum"]
+        if not mu:
+            return update
+        buffer = state["momentum_buffer"]
+        buffer.add_((update - (1.0 - mu) * buffer) * gate)  # mu * buffer + update, where the step counts
+        return update.add(buffer, alpha=mu) if group["nesterov"] else buffer.clone()
+
+    def cost(self, m: int, n: int, group: Group) -> int:
+        total = 0
+        for c in self.grid((m, n), group).classes:
+            numel = c.sizes[0] * c.sizes[1]
+            sides = [s for s in c.sizes if self.has_factor(s, group)]
+            # Factor and preconditioning are a product each; a root is some twenty products of its size, once a period.
+            total += c.count * sum(4 * numel * s + 40 * s**3 // self.period(group) for s in sides)
+        return total
+
+    def describe(self, group: Group) -> str:
+        kind = "KL-Shampoo" if group["kl"] else "Shampoo"
+        return (
+            f"{kind}: betas {tuple(group['betas'])}, roots every {group['precondition_frequency']} steps from step "
+            f"{group['start_preconditioning_step']} ({group['refresh']}), blocks of {group['max_preconditioner_dim']}; "
+            f"grafting {group['grafting']}: " + _size_of(group["grafting"])
+        )
+
+
+def _size_of(grafting: str) -> str:
+    if grafting == "adam":
+        return "each block moves as far as AdamW would move it: lr means what it means for AdamW"
+    return f"lr is that of {grafting}" if grafting != "none" else "lr is not AdamW's"

@@ -1,0 +1,217 @@
+"""SOAP: Adam in the slowly turning eigenbasis of Shampoo's factors.
+
+N. Vyas et al., "SOAP: Improving and Stabilizing Shampoo using Adam", arXiv:2409.11321, algorithm 3, and its reference
+implementation (github.com/nikhilvyas/SOAP), which ``compat="paper"`` follows step by step. KL correction of the factors:
+W. Lin et al., arXiv:2509.03378, section 5.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from hf_emopt.rules.base import Clock, Group
+from hf_emopt.rules.kronecker import BlockState, Gate, KroneckerRule, gate_of, mode_product, unfold
+
+__all__ = ["SoapRule"]
+
+
+class SoapRule(KroneckerRule):
+    """Adam on the gradient as the eigenbases of its factors see it.
+
+    .. code-block:: text
+
+        G'  = G x_1 Q_1^T ... x_k Q_k^T
+        M'  <- beta1 M' + (1 - beta1) G';   V' <- beta2 V' + (1 - beta2) G' G'
+        U   = (M'/(1 - beta1^t) / (sqrt(V'/(1 - beta2^t)) + eps)) x_1 Q_1 ... x_k Q_k
+        A_d <- shampoo_beta A_d + (1 - shampoo_beta) G_d G_d^T
+        once in precondition_frequency steps: Q_d <- eigenbasis of A_d, and M', V' are carried into the new basis
+
+    The gradient is projected with the basis of earlier gradients: a basis that has just seen the gradient finds it where
+    the second moment is near zero, and steps of ten times the learning rate follow.
+
+    Two things differ from the reference by default. A matrix starts in the identity basis, as Adam, and each block gets
+    its first basis at its own place in the first period, so no step is lost and none is long. And the second moment is
+    carried through a turn ``R = Q_old^T Q_new`` as ``(R*R)^T V' (R*R)``, the exact second moment of uncorrelated
+    coordinates; where ``R`` is a permutation this is the reference's reordering.
+    """
+
+    name: ClassVar[str] = "soap"
+
+    def validate(self, group: Group) -> None:
+        super().validate(group)
+        compat = group["compat"]
+        if compat not in (None, "paper"):
+            raise ValueError(f"compat={compat!r} must be 'paper' or None")
+        if compat == "paper" and group["refresh"] != "synchronous":
+            raise ValueError("compat='paper' refreshes every block on the same step; use refresh='synchronous' with it")
+        if compat == "paper" and group["kl"]:
+            raise ValueError("compat='paper' has no KL correction; use kl=False with it")
+        cap = group["max_update_rms"]
+        if cap is not None and not cap > 0.0:
+            raise ValueError(f"max_update_rms={cap} must be above 0, or None for no cap")
+        if not group["eps"] > 0.0:
+            raise ValueError(f"eps={group['eps']} must be above 0")
+
+    def warmup_rounds(self, group: Group) -> int:
+        return 1 if group["compat"] == "paper" else 0
+
+    # ------------------------------------------------------------------ state
+
+    def init_unit_state(self, shape: tuple[int, ...], group: Group, like: Tensor) -> dict[str, Tensor]:
+        wide = torch.empty(0, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
+        state = self.init_factors(shape, group, wide)
+        dtype = {"float32": wide.dtype, "bfloat16": torch.bfloat16, "float16": torch.float16}[group["basis_dtype"]]
+        for index, c in enumerate(self.grid(shape[1:], group).classes):
+            lead = (shape[0], c.count)
+            state[f"failures.{index}"] = torch.zeros(lead, dtype=torch.int32, device=like.device)
+            state[f"exp_avg.{index}"] = wide.new_zeros(*lead, *c.sizes)
+            state[f"exp_avg_sq.{index}"] = wide.new_zeros(*lead, *c.sizes)
+            for d, size in enumerate(c.sizes):
+                if self.has_factor(size, group):
+                    eye = torch.eye(size, dtype=dtype, device=like.device)
+                    state[f"basis.{index}.{d}"] = eye.expand(*lead, size, size).clone()
+                    if group["kl"]:
+                        state[f"eigenvalues.{index}.{d}"] = wide.new_ones(*lead, size)
+        state["count"] = wide.new_zeros(shape[0])
+        return state
+
+    # ------------------------------------------------------------------ step
+
+    def transform(
+        self, x: Tensor, unit_state: dict[str, Tensor], group: Group, ok: Tensor | None, clock: Clock
+    ) -> Tensor:
+        gate: Gate = gate_of(ok, x)
+        # In the reference the first gradient only makes the first basis.
+        warming = [rounds <= self.warmup_rounds(group) for rounds in clock.rounds]
+        if any(warming):
+            gate = gate * x.new_tensor([0.0 if w else 1.0 for w in warming])
+        unit_state["count"].add_(gate)
+        parts = []
+        with self.precision(group):
+            for block in self.blocks(x, unit_state, group):
+                parts.append(self._adam(block, group, _per_block(gate, block)))
+                self._update_factors(block, group, gate_of(ok, x), clock)
+                self._refresh(block, group, ok, clock)
+        update = self.grid(x.shape[1:], group).merge(
+            [p.view(x.shape[0], -1, *p.shape[1:]) for p in parts]
+        )  # fmt: skip
+        return self._capped(update, group)
+
+    def _adam(self, block: BlockState, group: Group, gate: Gate) -> Tensor:
+        """The update of each block, in the parameter's coordinates."""
+        beta1, beta2 = group["betas"]
+        dims = self.factored(block, group)
+        bases = {d: block.tensor("basis", d).to(block.grads.dtype) for d in dims}
+        projected = block.grads
+        for d in dims:
+            projected = mode_product(projected, bases[d].mT, d)
+        exp_avg, exp_avg_sq = block.tensor("exp_avg"), block.tensor("exp_avg_sq")
+        exp_avg.add_((projected - exp_avg) * gate, alpha=1.0 - beta1)
+        exp_avg_sq.add_((projected.square() - exp_avg_sq) * gate, alpha=1.0 - beta2)
+        steps = block.state["count"].clamp_min(1.0).repeat_interleave(block.count).view(-1, *[1] * (projected.ndim - 1))
+        correction1, correction2 = 1.0 - beta1**steps, 1.0 - beta2**steps
+        if group["compat"] == "paper":
+            update = exp_avg / (exp_avg_sq.sqrt() + group["eps"]) * (correction2.sqrt() / correction1)
+        else:
+            update = (exp_avg / correction1) / ((exp_avg_sq / correction2).sqrt() + group["eps"])
+        for d in dims:
+            update = mode_product(update, bases[d], d)
+        return update
+
+    def _update_factors(self, block: BlockState, group: Group, gate: Gate, clock: Clock) -> None:
+        beta = group["betas"][1] if group["shampoo_beta"] is None else group["shampoo_beta"]
+        dims = self.factored(block, group)
+        for d in dims:
+            rows = block.grads
+            if group["kl"]:
+                # The other sides' covariance is Q diag(lambda) Q^T; whitening by it needs no matrix back from the basis.
+                for other in dims:
+                    if other != d:
+                        basis = block.tensor("basis", other).to(rows.dtype)
+                        scale = block.tensor("eigenvalues", other).clamp_min(group["eps"]).rsqrt()
+                        whiten = scale.unsqueeze(-1) * basis.mT * block.sizes[other] ** -0.5
+                        rows = mode_product(rows, whiten, other)
+            self.update_factor(block, d, group, beta, unfold(rows, d), gate, clock)
+
+    # ------------------------------------------------------------------ refresh
+
+    def _refresh(self, block: BlockState, group: Group, ok: Tensor | None, clock: Clock) -> None:
+        first, again = self.due(block, group, clock)
+        # The first basis is far from the identity it replaces, so it is computed from scratch.
+        for chosen, method in ((first, "eigh"), (again, group["basis_method"])):
+            if chosen and self.factored(block, group):
+                self._turn(block, self.rows(chosen, block), method, group, ok)
+
+    def _turn(self, block: BlockState, rows: Tensor, method: str, group: Group, ok: Tensor | None) -> None:
+        """Replaces the bases of some blocks and carries their moments along."""
+        from hf_emopt.linalg.eigenbasis import refresh_eigenbasis
+
+        failed = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
+        exp_avg, exp_avg_sq = block.tensor("exp_avg"), block.tensor("exp_avg_sq")
+        first_moment, second_moment = exp_avg[rows], exp_avg_sq[rows]
+        paper = group["compat"] == "paper"
+        for d in self.factored(block, group):
+            basis = block.tensor("basis", d)
+            old = basis[rows].to(exp_avg.dtype)
+            result = refresh_eigenbasis(
+                self.factor(block, d, group)[rows],
+                old,
+                method=method,  # type: ignore[arg-type]
+                precision=group["matmul_precision"],
+            )
+            keep = (result.failed if ok is None else result.failed | ~ok).view(-1, 1, 1)
+            new = torch.where(keep, old, result.q.to(old.dtype))
+            turn = old.mT @ new
+            first_moment = mode_product(first_moment, turn.mT, d)
+            if not paper:
+                second_moment = mode_product(second_moment, turn.square().mT, d)
+            elif result.permutation is not None:
+                order = torch.where(
+                    keep.view(-1, 1), torch.arange(old.shape[-1], device=rows.device), result.permutation
+                )
+                shape = [1] * second_moment.ndim
+                shape[0], shape[d + 1] = order.shape
+                second_moment = second_moment.gather(d + 1, order.view(shape).expand_as(second_moment))
+            basis[rows] = new.to(basis.dtype)
+            if group["kl"]:
+                eigenvalues = block.tensor("eigenvalues", d)
+                eigenvalues[rows] = torch.where(keep.view(-1, 1), eigenvalues[rows], result.eigenvalues)
+            failed |= result.failed
+        exp_avg[rows], exp_avg_sq[rows] = first_moment, second_moment
+        self.note_failures(block, rows, failed, group)
+
+    def _capped(self, update: Tensor, group: Group) -> Tensor:
+        cap = group["max_update_rms"]
+        if cap is None:
+            return update
+        rms = update.square().mean(dim=tuple(range(1, update.ndim)), keepdim=True).sqrt()
+        return update * (cap / rms.clamp_min(cap))
+
+    # ------------------------------------------------------------------ figures
+
+    def cost(self, m: int, n: int, group: Group) -> int:
+        total = 0
+        for c in self.grid((m, n), group).classes:
+            numel = c.sizes[0] * c.sizes[1]
+            sides = [s for s in c.sizes if self.has_factor(s, group)]
+            # Projection, back-projection and factor are a product each; a refresh is some four products a side.
+            total += c.count * sum(6 * numel * s + 8 * s**3 // self.period(group) for s in sides)
+        return total
+
+    def describe(self, group: Group) -> str:
+        cap = "" if group["max_update_rms"] is None else f", update RMS capped at {group['max_update_rms']:g}"
+        return (
+            f"SOAP{' (KL)' if group['kl'] else ''}: betas {tuple(group['betas'])}, bases every "
+            f"{group['precondition_frequency']} steps ({group['refresh']}, {group['basis_method']}){cap}; "
+            "update RMS is Adam's: lr means what it means for AdamW"
+        )
+
+
+def _per_block(gate: Gate, block: BlockState) -> Gate:
+    """A gate of each matrix as one of each block, shaped to multiply blocks."""
+    if not isinstance(gate, Tensor) or gate.ndim == 0:
+        return gate
+    return gate.repeat_interleave(block.count).view(-1, *[1] * (block.grads.ndim - 1))
