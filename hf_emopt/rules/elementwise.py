@@ -137,7 +137,7 @@ def apply_updates(
     lr, policy = group["lr"], group["low_precision_weights"]
     weights = load_weights(params, states, policy)
     wide = [u if u.dtype == w.dtype else u.to(w.dtype) for u, w in zip(updates, weights)]
-    gate = 1.0 if ok is None else ok.to(torch.float32)
+    gate = 1.0 if ok is None else ok.to(weights[0].dtype)
     shrink = decay_factor(group, lr)
     decays = isinstance(shrink, Tensor) or shrink != 0.0
     after = group.get("decay_after", False)
