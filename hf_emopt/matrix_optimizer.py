@@ -170,6 +170,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         """The plan for the parameters as they are now; wrappers swap Parameter objects after construction."""
         identity = tuple(id(p) for g in self.param_groups for p in g["params"])
         if self._plan is None or identity != self._planned_for:
+            self._settle()
             self._plan, self._planned_for = make_plan(self.planned_parameters()), identity
             self._unit_states.clear()
             self._slots = self._assign_slots(self._plan)
@@ -266,13 +267,16 @@ class MatrixOptimizer(torch.optim.Optimizer):
         for batch_index, batch in enumerate(bucket.batches):
             jobs = [(row_of[i], bucket.parameters[i].units[u]) for i, u in batch.jobs if i in row_of]
             storage = self._unit_storage((index, batch_index), bucket, batch, group)
-            rows = None if len(present) == len(params) else _rows_of(batch, row_of, chosen[0].device)
-            unit_state = storage if rows is None else {key: value[rows] for key, value in storage.items()}
+            whole = len(present) == len(params)
+            rows = [] if whole else _rows_of(batch, row_of)
+            if not whole:
+                self.rule.settle((index, batch_index), storage)
+            unit_state = storage if whole else {key: value[rows] for key, value in storage.items()}
             x = _stack([unit.extract(messages[k]) for k, unit in jobs])
-            clock = self._clock(bucket, batch, rounds, row_of)
+            clock = self._clock(bucket, batch, rounds, row_of, (index, batch_index) if whole else None)
             out = self.rule.transform(x, unit_state, group, ok, clock)
             self.transform_count += x.shape[0]
-            if rows is not None:
+            if not whole:
                 for key, value in unit_state.items():
                     storage[key][rows] = value
             for part, (k, unit) in zip(out.split([unit.shape[0] for _, unit in jobs]), jobs):
@@ -296,7 +300,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
         state.setdefault("rounds", torch.zeros((), dtype=torch.int64)).add_(1)
         return int(state["rounds"])
 
-    def _clock(self, bucket: Bucket, batch: Batch, rounds: list[int], row_of: dict[int, int]) -> Clock:
+    def _clock(
+        self, bucket: Bucket, batch: Batch, rounds: list[int], row_of: dict[int, int], key: tuple[int, int] | None
+    ) -> Clock:
         """Rounds and slots of the matrices of a batch whose parameter has a gradient."""
         if not self.rule.scheduled:
             return Clock((1,) * batch.count)
@@ -304,6 +310,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         return Clock(
             tuple(rounds[row_of[i]] for i, _, size in jobs for _ in range(size)),
             tuple(slots for i, u, _ in jobs for slots in self._slots[bucket.parameters[i].name, u]),
+            key,
         )
 
     def _unit_storage(self, key: tuple[int, int], bucket: Bucket, batch: Batch, group: Group) -> State:
@@ -344,6 +351,16 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     # ------------------------------------------------------------------ checkpoints
 
+    def _settle(self) -> None:
+        """Finishes what a rule computes in the background, so that ``self.state`` says all there is to say."""
+        for key, storage in self._unit_states.items():
+            self.rule.settle(key, storage)
+
+    def state_dict(self) -> dict[str, Any]:
+        """State and groups by position, as torch's; groups hold ``param_names``."""
+        self._settle()
+        return super().state_dict()
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a ``state_dict()``; dtypes of state are kept, and hyperparameters are the checkpoint's.
 
@@ -351,6 +368,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
             ValueError: when groups, names or shapes do not fit; the optimizer is then as it was.
         """
         by_name = matched(self, state_dict)
+        self._settle()
         live_groups = [dict(group) for group in self.param_groups]
         # torch pairs parameters by position; the groups' membership is checked by name above and put back below.
         super().load_state_dict({**state_dict, "state": {}})
@@ -359,10 +377,11 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but what is rebuilt at the next step; torch's own would drop the routes and the rule."""
+        self._settle()
         return {**self.__dict__, "_plan": None, "_planned_for": (), "_unit_states": {}}
 
 
-def _rows_of(batch: Batch, row_of: dict[int, int], device: torch.device) -> Tensor:
+def _rows_of(batch: Batch, row_of: dict[int, int]) -> list[int]:
     """Indices, in the batch, of the matrices whose parameter is among the given ones."""
     rows: list[int] = []
     offset = 0
@@ -370,7 +389,7 @@ def _rows_of(batch: Batch, row_of: dict[int, int], device: torch.device) -> Tens
         if i in row_of:
             rows.extend(range(offset, offset + size))
         offset += size
-    return torch.tensor(rows, device=device)
+    return rows
 
 
 def _stack(parts: list[Tensor]) -> Tensor:

@@ -90,7 +90,7 @@ def load_into(optimizer: MatrixOptimizer, by_name: dict[str, dict[str, Any]], li
             entry = by_name[name]
             if entry:
                 optimizer.state[param] = {
-                    # "rounds" is read on the host at every step, so it stays there.
-                    key: value.detach().to("cpu" if key == "rounds" else param.device, copy=True)
+                    # What the host reads at every step stays on the host.
+                    key: value.detach().to("cpu" if key.startswith(("rounds", "pending")) else param.device, copy=True)
                     for key, value in entry.items()
                 }

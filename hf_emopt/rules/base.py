@@ -34,10 +34,13 @@ class Clock:
         rounds: optimizer steps that each matrix took part in, this one counted, so 1 the first time.
         slots: for each matrix, the step within a period at which each piece of its periodic work is due, as
             :meth:`MatrixRule.periodic_costs` counts pieces; spread over the period by cost.
+        key: names the batch, when all its matrices are present and the unit state is the batch's own; ``None`` when the
+            unit state is a copy of some rows.
     """
 
     rounds: tuple[int, ...]
     slots: tuple[tuple[int, ...], ...] = ()
+    key: tuple[int, int] | None = None
 
 
 class MatrixRule(ABC):
@@ -100,6 +103,9 @@ class MatrixRule(ABC):
 
         ``unit_state`` is changed in place. The result is subtracted from the weights, times the learning rate alone.
         """
+
+    def settle(self, key: tuple[int, int], storage: dict[str, Tensor]) -> None:  # noqa: B027 - most have none
+        """Finishes work in the background for the batch ``key`` and writes it to the batch's unit state."""
 
     @abstractmethod
     def cost(self, m: int, n: int, group: Group) -> int:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import logging
 import math
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal
@@ -18,11 +20,23 @@ import torch
 from torch import Tensor
 
 from hf_emopt.linalg.precision import matmul_precision
+from hf_emopt.rules.background import Background
 from hf_emopt.rules.base import Clock, Group, MatrixRule, state_dtype
 from hf_emopt.rules.blocks import BlockGrid
 from hf_emopt.rules.factor_storage import FACTOR_STORAGE, init_factor, load_factor, store_factor
 
-__all__ = ["BlockState", "Gate", "KroneckerRule", "Oversize", "Refresh", "mode_product", "unfold"]
+__all__ = [
+    "BlockState",
+    "Gate",
+    "KroneckerRule",
+    "Oversize",
+    "Refresh",
+    "Refreshed",
+    "Snapshot",
+    "gate_of",
+    "mode_product",
+    "unfold",
+]
 
 logger = logging.getLogger("hf_emopt")
 
@@ -85,13 +99,34 @@ class BlockState:
         return tuple(self.grads.shape[1:])
 
 
+@dataclass(frozen=True)
+class Snapshot:
+    """What a refresh is computed from: for each dimension, tensors ``(blocks, ...)`` by name."""
+
+    by_dimension: dict[int, dict[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Refreshed:
+    """What a refresh gives: for each dimension, new state ``(blocks, ...)`` by name; and which blocks failed."""
+
+    by_dimension: dict[int, dict[str, Tensor]]
+    failed: Tensor
+
+
 class KroneckerRule(MatrixRule):
     """Base of the rules with factors: validation, blocks, factor updates, the schedule and the count of failures."""
 
     scheduled = True
 
+    def __getstate__(self) -> dict[str, object]:
+        """What is being computed is settled before a copy is made, by the optimizer."""
+        return {**self.__dict__, "_flights": {}, "_rows": {}}
+
     def __init__(self) -> None:
         self.failures = 0
+        self._background = Background()
+        self._flights: dict[tuple[int, int], list[tuple[BlockState, Tensor, Future[Refreshed], Tensor | None]]] = {}
         self._rows: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
 
     # ------------------------------------------------------------------ hyperparameters
@@ -102,6 +137,19 @@ class KroneckerRule(MatrixRule):
                 raise ValueError(f"{key}={group[key]!r} must be a whole number, at least {low}")
         if group["refresh"] not in REFRESHES:
             raise ValueError(f"refresh={group['refresh']!r} is not one of {', '.join(REFRESHES)}")
+        delay = group["async_delay"]
+        if delay is not None and not (isinstance(delay, int) and 1 <= delay < group["precondition_frequency"]):
+            raise ValueError(
+                f"async_delay={delay!r} must be a whole number from 1 to precondition_frequency - 1 = "
+                f"{group['precondition_frequency'] - 1}"
+            )
+        if group["refresh"] == "async" and group["matmul_precision"] != "highest":
+            raise ValueError(
+                f"refresh='async' runs beside the training, and matmul_precision={group['matmul_precision']!r} sets flags "
+                "of the whole process that the training would see; use matmul_precision='highest' or refresh='staggered'"
+            )
+        if group["refresh"] == "async" and group["precondition_frequency"] < 2:
+            raise ValueError("refresh='async' needs precondition_frequency of at least 2: results come a step later")
         if group["oversize"] not in ("block", "one_sided"):
             raise ValueError(f"oversize={group['oversize']!r} must be 'block' or 'one_sided'")
         if group["factor_storage"] not in FACTOR_STORAGE:
@@ -153,8 +201,8 @@ class KroneckerRule(MatrixRule):
         return first, again
 
     def refreshed_before(self, block: BlockState, group: Group, clock: Clock) -> list[bool]:
-        """For each block, whether it has had a refresh, one in this round counted."""
-        start = self.first_round(group)
+        """For each block, whether a refresh of it has been put to use, one in this round counted."""
+        start = self.first_round(group) + self.delay(group)
         return [
             rounds >= start + self._slot(block, group, clock, i, j)
             for i, rounds in enumerate(clock.rounds)
@@ -240,6 +288,123 @@ class KroneckerRule(MatrixRule):
     def precision(self, group: Group) -> AbstractContextManager[None]:
         """Context in which this rule's float32 products run."""
         return matmul_precision(group["matmul_precision"])
+
+    # ------------------------------------------------------------------ refresh
+
+    @abstractmethod
+    def snapshot(self, block: BlockState, rows: Tensor, group: Group) -> Snapshot:
+        """Copies of what a refresh of these blocks is computed from."""
+
+    @abstractmethod
+    def compute(self, snapshot: Snapshot, group: Group, first: bool) -> Refreshed:
+        """The refresh itself: a function of the snapshot alone, so that it may run on the side.
+
+        Args:
+            first: these blocks have never been refreshed.
+        """
+
+    @abstractmethod
+    def install(self, block: BlockState, rows: Tensor, new: Refreshed, keep: Tensor, group: Group) -> None:
+        """Puts a refresh to use, except in blocks where ``keep`` (one bool a block) says to stay with the old."""
+
+    def refresh(self, block: BlockState, group: Group, ok: Tensor | None, clock: Clock) -> None:
+        """Refreshes the blocks that are due, now or in the background."""
+        if not self.factored(block, group):
+            return
+        in_background = group["refresh"] == "async"
+        if in_background:
+            self._install_arrivals(block, group, clock)
+        for chosen, first in zip(self.due(block, group, clock), (True, False)):
+            if not chosen:
+                continue
+            rows = self.rows(chosen, block)
+            snapshot = self.snapshot(block, rows, group)
+            if in_background:
+                self._launch(block, chosen, rows, snapshot, first, group, ok, clock)
+            else:
+                new = self.compute(snapshot, group, first)
+                self._finish(block, rows, new, ok, group)
+
+    def _finish(self, block: BlockState, rows: Tensor, new: Refreshed, ok: Tensor | None, group: Group) -> None:
+        self.install(block, rows, new, new.failed if ok is None else new.failed | ~ok, group)
+        self.note_failures(block, rows, new.failed, group)
+
+    def delay(self, group: Group) -> int:
+        """Rounds between the launch of an asynchronous refresh and its use."""
+        if group["refresh"] != "async":
+            return 0
+        given = group["async_delay"]
+        return int(max(1, group["precondition_frequency"] // 2) if given is None else given)
+
+    def _launch(
+        self,
+        block: BlockState,
+        chosen: list[int],
+        rows: Tensor,
+        snapshot: Snapshot,
+        first: bool,
+        group: Group,
+        ok: Tensor | None,
+        clock: Clock,
+    ) -> None:
+        """Begins a refresh whose results will wait in ``next.*`` until their round comes."""
+        block.tensor("pending")[chosen] = self.delay(group)
+        options = dict(group)  # as it is now; the learning rate and its like may change meanwhile
+        skipped = None if ok is None else ~ok
+        if clock.key is None:  # some of the batch are absent, and this state is a copy: no place to deliver to later
+            self._deliver(block, rows, self.compute(snapshot, options, first), skipped)
+            return
+        future = self._background.submit(block.grads.device, lambda: self.compute(snapshot, options, first))
+        self._flights.setdefault(clock.key, []).append((block, rows, future, skipped))
+
+    def _deliver(self, block: BlockState, rows: Tensor, new: Refreshed, skipped: Tensor | None) -> None:
+        for d, parts in new.by_dimension.items():
+            for name, value in parts.items():
+                block.tensor(f"next_{name}", d)[rows] = value.to(block.tensor(f"next_{name}", d).dtype)
+        block.tensor("next_failed")[rows] = new.failed
+        block.tensor("next_skipped")[rows] = False if skipped is None else skipped
+
+    def settle(self, key: tuple[int, int], storage: dict[str, Tensor]) -> None:
+        """Waits for what is being computed for a batch and writes it to the batch's state."""
+        for block, rows, future, skipped in self._flights.pop(key, []):
+            block.state = storage
+            self._deliver(block, rows, self._background.wait(future), skipped)
+
+    def _install_arrivals(self, block: BlockState, group: Group, clock: Clock) -> None:
+        pending = block.tensor("pending")
+        arrived = (pending == 1).nonzero().flatten().tolist()
+        if arrived:
+            if clock.key is not None:
+                self.settle(clock.key, block.state)
+            rows = self.rows(arrived, block)
+            failed, skipped = block.tensor("next_failed")[rows], block.tensor("next_skipped")[rows]
+            parts = {
+                d: {name: block.tensor(f"next_{name}", d)[rows] for name in self.refreshed_names(group)}
+                for d in self.factored(block, group)
+            }
+            self.install(block, rows, Refreshed(parts, failed), failed | skipped, group)
+            self.note_failures(block, rows, failed & ~skipped, group)
+        pending.sub_(1).clamp_(min=0)
+
+    @abstractmethod
+    def refreshed_names(self, group: Group) -> tuple[str, ...]:
+        """State that a refresh makes anew, by its name without class and dimension."""
+
+    def init_arrivals(self, state: dict[str, Tensor], shape: Sequence[int], group: Group) -> None:
+        """Adds the counters of failures to fresh state, and the waiting room of asynchronous refreshes."""
+        like = state["count"]
+        for index, c in enumerate(self.grid(shape[1:], group).classes):
+            lead = (shape[0], c.count)
+            state[f"failures.{index}"] = torch.zeros(lead, dtype=torch.int32, device=like.device)
+            if group["refresh"] != "async":
+                continue
+            state[f"pending.{index}"] = torch.zeros(lead, dtype=torch.int64)  # read by the host at every step
+            for name in ("next_failed", "next_skipped"):
+                state[f"{name}.{index}"] = torch.zeros(lead, dtype=torch.bool, device=like.device)
+            for d, size in enumerate(c.sizes):
+                if self.has_factor(size, group):
+                    for name in self.refreshed_names(group):
+                        state[f"next_{name}.{index}.{d}"] = torch.zeros_like(state[f"{name}.{index}.{d}"])
 
     # ------------------------------------------------------------------ failures
 

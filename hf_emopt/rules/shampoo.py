@@ -15,7 +15,16 @@ from torch import Tensor
 
 from hf_emopt.linalg.inverse_root import RootSolver, inverse_root
 from hf_emopt.rules.base import Clock, Group
-from hf_emopt.rules.kronecker import BlockState, Gate, KroneckerRule, gate_of, mode_product, unfold
+from hf_emopt.rules.kronecker import (
+    BlockState,
+    Gate,
+    KroneckerRule,
+    Refreshed,
+    Snapshot,
+    gate_of,
+    mode_product,
+    unfold,
+)
 
 __all__ = ["GRAFTING", "Grafting", "ShampooRule"]
 
@@ -74,12 +83,12 @@ class ShampooRule(KroneckerRule):
         dtype = {"float32": wide.dtype, "bfloat16": torch.bfloat16, "float16": torch.float16}[group["root_dtype"]]
         for index, c in enumerate(self.grid(shape[1:], group).classes):
             lead = (shape[0], c.count)
-            state[f"failures.{index}"] = torch.zeros(lead, dtype=torch.int32, device=like.device)
             for d, size in enumerate(c.sizes):
                 if self.has_factor(size, group):
                     eye = torch.eye(size, dtype=dtype, device=like.device)
                     state[f"root.{index}.{d}"] = eye.expand(*lead, size, size).clone()
         state["count"] = wide.new_zeros(shape[0])
+        self.init_arrivals(state, shape, group)
         if group["betas"][0]:
             state["exp_avg"] = wide.new_zeros(shape)
         if group["grafting"] in ("adam", "rmsprop", "adagrad"):
@@ -102,7 +111,7 @@ class ShampooRule(KroneckerRule):
         with self.precision(group):
             for block, m, g in zip(self.blocks(x, unit_state, group), grid.split(filtered), grid.split(graft)):
                 self._update_factors(block, group, gate, clock)
-                self._refresh(block, group, ok, clock)
+                self.refresh(block, group, ok, clock)
                 direction = self._precondition(block, m.flatten(0, 1), g.flatten(0, 1), group, clock)
                 parts.append(direction.view(m.shape))
         update = grid.merge(parts)
@@ -146,32 +155,37 @@ class ShampooRule(KroneckerRule):
         for d in dims:
             self.update_factor(block, d, group, group["betas"][1], unfold(whitened[d], d), gate, clock)
 
-    def _refresh(self, block: BlockState, group: Group, ok: Tensor | None, clock: Clock) -> None:
-        dims = self.factored(block, group)
-        first, again = self.due(block, group, clock)
-        chosen = sorted(first + again)
-        if not chosen or not dims:
-            return
-        rows = self.rows(chosen, block)
-        failed = torch.zeros(len(chosen), dtype=torch.bool, device=block.grads.device)
+    def refreshed_names(self, group: Group) -> tuple[str, ...]:
+        return ("root",)
+
+    def snapshot(self, block: BlockState, rows: Tensor, group: Group) -> Snapshot:
         beta2 = group["betas"][1]
-        for d in dims:
-            factor = self.factor(block, d, group)[rows]
-            if group["bias_correction"] and beta2 < 1.0:
-                counts = block.state["count"][rows // block.count].clamp_min(1.0)
-                factor = factor / (1.0 - beta2**counts).view(-1, 1, 1)
+        counts = block.state["count"][rows // block.count].clamp_min(1.0)
+        corrected = group["bias_correction"] and beta2 < 1.0
+        correction = (1.0 - beta2**counts).view(-1, 1, 1) if corrected else 1.0
+        dims = self.factored(block, group)
+        return Snapshot({d: {"factor": self.factor(block, d, group)[rows] / correction} for d in dims})
+
+    def compute(self, snapshot: Snapshot, group: Group, first: bool) -> Refreshed:
+        parts: dict[int, dict[str, Tensor]] = {}
+        failures = []
+        for d, inputs in snapshot.by_dimension.items():
+            factor = inputs["factor"]
             result = inverse_root(
                 factor,
-                self.exponent(len(dims), group),
+                self.exponent(len(snapshot.by_dimension), group),
                 group["epsilon"],
                 self._solver(factor, group),
                 precision=group["matmul_precision"],
             )
-            keep = result.failed if ok is None else result.failed | ~ok
+            parts[d] = {"root": result.value}
+            failures.append(result.failed)
+        return Refreshed(parts, torch.stack(failures).any(dim=0))
+
+    def install(self, block: BlockState, rows: Tensor, new: Refreshed, keep: Tensor, group: Group) -> None:
+        for d, parts in new.by_dimension.items():
             root = block.tensor("root", d)
-            root[rows] = torch.where(keep.view(-1, 1, 1), root[rows], result.value.to(root.dtype))
-            failed |= result.failed
-        self.note_failures(block, rows, failed, group)
+            root[rows] = torch.where(keep.view(-1, 1, 1), root[rows], parts["root"].to(root.dtype))
 
     @staticmethod
     def _solver(factor: Tensor, group: Group) -> RootSolver:

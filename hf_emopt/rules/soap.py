@@ -13,7 +13,16 @@ import torch
 from torch import Tensor
 
 from hf_emopt.rules.base import Clock, Group
-from hf_emopt.rules.kronecker import BlockState, Gate, KroneckerRule, gate_of, mode_product, unfold
+from hf_emopt.rules.kronecker import (
+    BlockState,
+    Gate,
+    KroneckerRule,
+    Refreshed,
+    Snapshot,
+    gate_of,
+    mode_product,
+    unfold,
+)
 
 __all__ = ["SoapRule"]
 
@@ -66,7 +75,6 @@ class SoapRule(KroneckerRule):
         dtype = {"float32": wide.dtype, "bfloat16": torch.bfloat16, "float16": torch.float16}[group["basis_dtype"]]
         for index, c in enumerate(self.grid(shape[1:], group).classes):
             lead = (shape[0], c.count)
-            state[f"failures.{index}"] = torch.zeros(lead, dtype=torch.int32, device=like.device)
             state[f"exp_avg.{index}"] = wide.new_zeros(*lead, *c.sizes)
             state[f"exp_avg_sq.{index}"] = wide.new_zeros(*lead, *c.sizes)
             for d, size in enumerate(c.sizes):
@@ -76,6 +84,7 @@ class SoapRule(KroneckerRule):
                     if group["kl"]:
                         state[f"eigenvalues.{index}.{d}"] = wide.new_ones(*lead, size)
         state["count"] = wide.new_zeros(shape[0])
+        self.init_arrivals(state, shape, group)
         return state
 
     # ------------------------------------------------------------------ step
@@ -94,7 +103,7 @@ class SoapRule(KroneckerRule):
             for block in self.blocks(x, unit_state, group):
                 parts.append(self._adam(block, group, _per_block(gate, block)))
                 self._update_factors(block, group, gate_of(ok, x), clock)
-                self._refresh(block, group, ok, clock)
+                self.refresh(block, group, ok, clock)
         update = self.grid(x.shape[1:], group).merge(
             [p.view(x.shape[0], -1, *p.shape[1:]) for p in parts]
         )  # fmt: skip
@@ -138,50 +147,65 @@ class SoapRule(KroneckerRule):
 
     # ------------------------------------------------------------------ refresh
 
-    def _refresh(self, block: BlockState, group: Group, ok: Tensor | None, clock: Clock) -> None:
-        first, again = self.due(block, group, clock)
-        # The first basis is far from the identity it replaces, so it is computed from scratch.
-        for chosen, method in ((first, "eigh"), (again, group["basis_method"])):
-            if chosen and self.factored(block, group):
-                self._turn(block, self.rows(chosen, block), method, group, ok)
+    def refreshed_names(self, group: Group) -> tuple[str, ...]:
+        return ("basis", "eigenvalues") if group["kl"] else ("basis",)
 
-    def _turn(self, block: BlockState, rows: Tensor, method: str, group: Group, ok: Tensor | None) -> None:
-        """Replaces the bases of some blocks and carries their moments along."""
+    def snapshot(self, block: BlockState, rows: Tensor, group: Group) -> Snapshot:
+        parts = {}
+        for d in self.factored(block, group):
+            factor = self.factor(block, d, group)[rows]
+            parts[d] = {"factor": factor, "basis": block.tensor("basis", d)[rows].to(factor.dtype)}
+        return Snapshot(parts)
+
+    def compute(self, snapshot: Snapshot, group: Group, first: bool) -> Refreshed:
         from hf_emopt.linalg.eigenbasis import refresh_eigenbasis
 
-        failed = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
-        exp_avg, exp_avg_sq = block.tensor("exp_avg"), block.tensor("exp_avg_sq")
-        first_moment, second_moment = exp_avg[rows], exp_avg_sq[rows]
-        paper = group["compat"] == "paper"
-        for d in self.factored(block, group):
-            basis = block.tensor("basis", d)
-            old = basis[rows].to(exp_avg.dtype)
+        parts: dict[int, dict[str, Tensor]] = {}
+        failures = []
+        for d, inputs in snapshot.by_dimension.items():
             result = refresh_eigenbasis(
-                self.factor(block, d, group)[rows],
-                old,
-                method=method,  # type: ignore[arg-type]
+                inputs["factor"],
+                inputs["basis"],
+                # The first basis is far from the identity it replaces, so it is computed from scratch.
+                method="eigh" if first else group["basis_method"],
                 precision=group["matmul_precision"],
             )
-            keep = (result.failed if ok is None else result.failed | ~ok).view(-1, 1, 1)
-            new = torch.where(keep, old, result.q.to(old.dtype))
-            turn = old.mT @ new
+            parts[d] = {"basis": result.q}
+            if group["kl"]:
+                parts[d]["eigenvalues"] = result.eigenvalues
+            if group["compat"] == "paper" and result.permutation is not None:
+                parts[d]["permutation"] = result.permutation
+            failures.append(result.failed)
+        return Refreshed(parts, torch.stack(failures).any(dim=0))
+
+    def install(self, block: BlockState, rows: Tensor, new: Refreshed, keep: Tensor, group: Group) -> None:
+        """Replaces the bases of some blocks and carries their moments along."""
+        exp_avg, exp_avg_sq = block.tensor("exp_avg"), block.tensor("exp_avg_sq")
+        first_moment, second_moment = exp_avg[rows], exp_avg_sq[rows]
+        kept = keep.view(-1, 1, 1)
+        for d, parts in new.by_dimension.items():
+            basis = block.tensor("basis", d)
+            old = basis[rows].to(exp_avg.dtype)
+            # As it will be stored: in 16 bits the moments must turn by the basis that the next step sees.
+            turned = torch.where(kept, basis[rows], parts["basis"].to(basis.dtype))
+            turn = old.mT @ turned.to(old.dtype)
             first_moment = mode_product(first_moment, turn.mT, d)
-            if not paper:
+            if group["compat"] != "paper":
                 second_moment = mode_product(second_moment, turn.square().mT, d)
-            elif result.permutation is not None:
-                order = torch.where(
-                    keep.view(-1, 1), torch.arange(old.shape[-1], device=rows.device), result.permutation
-                )
+            elif "permutation" in parts:
+                identity = torch.arange(old.shape[-1], device=rows.device)
+                order = torch.where(keep.view(-1, 1), identity, parts["permutation"])
                 shape = [1] * second_moment.ndim
                 shape[0], shape[d + 1] = order.shape
                 second_moment = second_moment.gather(d + 1, order.view(shape).expand_as(second_moment))
-            basis[rows] = new.to(basis.dtype)
-            if group["kl"]:
+            basis[rows] = turned
+            if "eigenvalues" in parts:
                 eigenvalues = block.tensor("eigenvalues", d)
-                eigenvalues[rows] = torch.where(keep.view(-1, 1), eigenvalues[rows], result.eigenvalues)
-            failed |= result.failed
-        exp_avg[rows], exp_avg_sq[rows] = first_moment, second_moment
-        self.note_failures(block, rows, failed, group)
+                eigenvalues[rows] = torch.where(keep.view(-1, 1), eigenvalues[rows], parts["eigenvalues"])
+        # Blocks that stay are written back as they were, not through a product with a near-identity.
+        blocks = [1] * (exp_avg.ndim - 1)
+        exp_avg[rows] = torch.where(keep.view(-1, *blocks), exp_avg[rows], first_moment)
+        exp_avg_sq[rows] = torch.where(keep.view(-1, *blocks), exp_avg_sq[rows], second_moment)
 
     def _capped(self, update: Tensor, group: Group) -> Tensor:
         cap = group["max_update_rms"]

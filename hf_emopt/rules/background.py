@@ -1,0 +1,56 @@
+"""Computing on the side: a worker thread, and on a GPU a stream of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+
+__all__ = ["Background"]
+
+T = TypeVar("T")
+
+
+class Background:
+    """Runs functions of tensors while the caller goes on.
+
+    Two things make the result the same as in the foreground: the inputs must be copies that nobody writes to, and
+    :meth:`wait` must be called before results are read. One thread, so that work is done in the order it was given.
+    """
+
+    def __init__(self) -> None:
+        self._executor: ThreadPoolExecutor | None = None
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def submit(self, device: torch.device, function: Callable[[], T]) -> Future[T]:
+        """Starts ``function`` after all that has been queued on the current stream of ``device``."""
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(1, thread_name_prefix="hf_emopt")
+        if device.type != "cuda":
+            return self._executor.submit(_without_gradients, function)
+        stream = self._streams.setdefault(device, torch.cuda.Stream(device))
+        stream.wait_stream(torch.cuda.current_stream(device))
+
+        def on_stream() -> T:
+            with torch.cuda.stream(stream):
+                result = _without_gradients(function)
+                stream.synchronize()
+                return result
+
+        return self._executor.submit(on_stream)
+
+    @staticmethod
+    def wait(future: Future[T]) -> T:
+        """The result, or the exception that the function raised."""
+        return future.result()
+
+    def __getstate__(self) -> dict[str, object]:
+        """Threads and streams are made anew by a copy."""
+        return {"_executor": None, "_streams": {}}
+
+
+def _without_gradients(function: Callable[[], T]) -> T:
+    with torch.no_grad():
+        return function()
