@@ -38,6 +38,7 @@ from transformers import (
     AutoTokenizer,
     DataCollatorWithPadding,
     PreTrainedTokenizerBase,
+    PrinterCallback,
     Trainer,
     TrainingArguments,
     set_seed,
@@ -208,6 +209,7 @@ def run_point(task: Task, optim: str, learning_rate: float, seed: int) -> dict[s
         data_collator=DataCollatorWithPadding(task.tokenizer) if classification else None,
         compute_metrics=accuracy_and_f1 if classification else None,
     )
+    trainer.remove_callback(PrinterCallback)  # one line a point is printed instead
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     start = time.perf_counter()
