@@ -57,11 +57,15 @@ def adamw_step(
         _moonlight_adamw(weights, grads, states, group, ok)
     else:
         beta1, beta2 = group["betas"]
+        # The fused kernel walks memory, not indices: tensors whose strides differ from their weight's would be mixed up.
+        changed = [*weights, *(s["exp_avg"] for s in states), *(s["exp_avg_sq"] for s in states)]
+        rows = [t.contiguous() for t in changed]
+        count = len(weights)
         adamw(
-            weights,
-            [g.to(w.dtype) for g, w in zip(grads, weights)],
-            [s["exp_avg"] for s in states],
-            [s["exp_avg_sq"] for s in states],
+            rows[:count],
+            [g.to(w.dtype).contiguous() for g, w in zip(grads, weights)],
+            rows[count : 2 * count],
+            rows[2 * count :],
             [],
             [s["step"] for s in states],
             fused=True,
@@ -74,6 +78,9 @@ def adamw_step(
             eps=group["eps"],
             maximize=False,
         )
+        for tensor, row in zip(changed, rows):
+            if row is not tensor:
+                tensor.copy_(row)
     store_weights(params, weights, states, policy, generator)
 
 

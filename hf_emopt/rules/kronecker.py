@@ -19,6 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from hf_emopt.linalg.failures import LadderReport
 from hf_emopt.linalg.precision import matmul_precision
 from hf_emopt.rules.background import Background
 from hf_emopt.rules.base import Clock, Group, MatrixRule, state_dtype
@@ -125,6 +126,7 @@ class KroneckerRule(MatrixRule):
 
     def __init__(self) -> None:
         self.failures = 0
+        self.ladder = LadderReport()
         self._background = Background()
         self._flights: dict[tuple[int, int], list[tuple[BlockState, Tensor, Future[Refreshed], Tensor | None]]] = {}
         self._rows: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
@@ -318,14 +320,14 @@ class KroneckerRule(MatrixRule):
             if not chosen:
                 continue
             rows = self.rows(chosen, block)
-            snapshot = self.snapshot(block, rows, group)
             if in_background:
-                self._launch(block, chosen, rows, snapshot, first, group, ok, clock)
+                self._launch(block, chosen, rows, first, group, ok, clock)
             else:
-                new = self.compute(snapshot, group, first)
-                self._finish(block, rows, new, ok, group)
+                self.refresh_now(block, rows, group, first, ok)
 
-    def _finish(self, block: BlockState, rows: Tensor, new: Refreshed, ok: Tensor | None, group: Group) -> None:
+    def refresh_now(self, block: BlockState, rows: Tensor, group: Group, first: bool, ok: Tensor | None) -> None:
+        """Refreshes the blocks ``rows`` and puts the result to use."""
+        new = self.compute(self.snapshot(block, rows, group), group, first)
         self.install(block, rows, new, new.failed if ok is None else new.failed | ~ok, group)
         self.note_failures(block, rows, new.failed, group)
 
@@ -341,7 +343,6 @@ class KroneckerRule(MatrixRule):
         block: BlockState,
         chosen: list[int],
         rows: Tensor,
-        snapshot: Snapshot,
         first: bool,
         group: Group,
         ok: Tensor | None,
@@ -349,6 +350,7 @@ class KroneckerRule(MatrixRule):
     ) -> None:
         """Begins a refresh whose results will wait in ``next.*`` until their round comes."""
         block.tensor("pending")[chosen] = self.delay(group)
+        snapshot = self.snapshot(block, rows, group)
         options = dict(group)  # as it is now; the learning rate and its like may change meanwhile
         skipped = None if ok is None else ~ok
         if clock.key is None:  # some of the batch are absent, and this state is a copy: no place to deliver to later

@@ -8,11 +8,13 @@ algorithm 1. KL-Shampoo: W. Lin et al., arXiv:2509.03378.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
+from hf_emopt.linalg.failures import with_ladder
 from hf_emopt.linalg.inverse_root import RootSolver, inverse_root
 from hf_emopt.rules.base import Clock, Group
 from hf_emopt.rules.kronecker import (
@@ -171,15 +173,17 @@ class ShampooRule(KroneckerRule):
         failures = []
         for d, inputs in snapshot.by_dimension.items():
             factor = inputs["factor"]
-            result = inverse_root(
-                factor,
-                self.exponent(len(snapshot.by_dimension), group),
-                group["epsilon"],
-                self._solver(factor, group),
+            root = partial(
+                inverse_root,
+                exponent=self.exponent(len(snapshot.by_dimension), group),
+                epsilon=group["epsilon"],
+                solver=self._solver(factor, group),
                 precision=group["matmul_precision"],
             )
-            parts[d] = {"root": result.value}
-            failures.append(result.failed)
+            outcome = with_ladder(root, factor)
+            self.ladder += outcome.report
+            parts[d] = {"root": outcome.value.value}
+            failures.append(outcome.failed)
         return Refreshed(parts, torch.stack(failures).any(dim=0))
 
     def install(self, block: BlockState, rows: Tensor, new: Refreshed, keep: Tensor, group: Group) -> None:

@@ -7,11 +7,14 @@ W. Lin et al., arXiv:2509.03378, section 5.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from hf_emopt.linalg.eigenbasis import RefreshMethod, refresh_eigenbasis
+from hf_emopt.linalg.failures import with_ladder
 from hf_emopt.rules.base import Clock, Group
 from hf_emopt.rules.kronecker import (
     BlockState,
@@ -158,24 +161,21 @@ class SoapRule(KroneckerRule):
         return Snapshot(parts)
 
     def compute(self, snapshot: Snapshot, group: Group, first: bool) -> Refreshed:
-        from hf_emopt.linalg.eigenbasis import refresh_eigenbasis
-
         parts: dict[int, dict[str, Tensor]] = {}
         failures = []
         for d, inputs in snapshot.by_dimension.items():
-            result = refresh_eigenbasis(
-                inputs["factor"],
-                inputs["basis"],
-                # The first basis is far from the identity it replaces, so it is computed from scratch.
-                method="eigh" if first else group["basis_method"],
-                precision=group["matmul_precision"],
-            )
+            # The first basis is far from the identity it replaces, so it is computed from scratch.
+            method: RefreshMethod = "eigh" if first else group["basis_method"]
+            turn = partial(refresh_eigenbasis, method=method, precision=group["matmul_precision"])
+            outcome = with_ladder(turn, inputs["factor"], inputs["basis"])
+            self.ladder += outcome.report
+            result = outcome.value
             parts[d] = {"basis": result.q}
             if group["kl"]:
-                parts[d]["eigenvalues"] = result.eigenvalues
-            if group["compat"] == "paper" and result.permutation is not None:
+                parts[d]["eigenvalues"] = result.eigenvalues_estimate
+            if group["compat"] == "paper":
                 parts[d]["permutation"] = result.permutation
-            failures.append(result.failed)
+            failures.append(outcome.failed)
         return Refreshed(parts, torch.stack(failures).any(dim=0))
 
     def install(self, block: BlockState, rows: Tensor, new: Refreshed, keep: Tensor, group: Group) -> None:
