@@ -68,7 +68,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self.transform_count = 0
         self._skipped: dict[torch.device, Tensor] = {}
         self._plan: Plan | None = None
-        self._planned_for: tuple[int, ...] = ()
+        self._planned_for: tuple[Any, ...] = ()
         self._unit_states: dict[tuple[int, int], State] = {}
         self._slots: dict[tuple[str, int], tuple[tuple[int, ...], ...]] = {}
         self._builder = GroupBuilder(
@@ -168,7 +168,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     def _current_plan(self) -> Plan:
         """The plan for the parameters as they are now; wrappers swap Parameter objects after construction."""
-        identity = tuple(id(p) for g in self.param_groups for p in g["params"])
+        # Shapes too: a wrapper may leave the Parameter and put another tensor into it.
+        identity = tuple((id(p), p.shape, p.dtype, p.device) for g in self.param_groups for p in g["params"])
         if self._plan is None or identity != self._planned_for:
             self._settle()
             self._plan, self._planned_for = make_plan(self.planned_parameters()), identity
@@ -215,7 +216,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
         for group in self.param_groups:
             for name, param in zip(group["param_names"], group["params"]):
-                if param.grad is None:
+                if param.grad is None or param.grad.numel() == 0:
                     continue
                 if param.grad.is_sparse:
                     raise RuntimeError(f"{name} has a sparse gradient; use an embedding with sparse=False")
@@ -254,7 +255,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def _step_bucket(self, index: int, bucket: Bucket, checks: dict[torch.device, Tensor]) -> None:
         group = self.param_groups[bucket.group]
         params = [group["params"][p.position] for p in bucket.parameters]
-        present = [i for i, p in enumerate(params) if p.grad is not None]
+        present = [i for i, p in enumerate(params) if p.grad is not None and p.numel()]
         if not present:
             return
         states = [self._ready_state(params[i], group) for i in present]
@@ -367,18 +368,25 @@ class MatrixOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: when groups, names or shapes do not fit; the optimizer is then as it was.
         """
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = pre_hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
         by_name = matched(self, state_dict)
         self._settle()
-        live_groups = [dict(group) for group in self.param_groups]
-        # torch pairs parameters by position; the groups' membership is checked by name above and put back below.
-        super().load_state_dict({**state_dict, "state": {}})
-        load_into(self, by_name, live_groups)
+        load_into(self, by_name, state_dict["param_groups"])
         self._plan = None
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but what is rebuilt at the next step; torch's own would drop the routes and the rule."""
+        """Everything but what is rebuilt at the next step; torch's own would drop the routes and the rule.
+
+        Hooks are dropped, as torch does, and so is the ``step`` that a scheduler puts on the object: it is bound to the
+        original, which a copy would step in its own stead.
+        """
         self._settle()
-        return {**self.__dict__, "_plan": None, "_planned_for": (), "_unit_states": {}}
+        kept = {k: v for k, v in self.__dict__.items() if k != "step" and not k.startswith("_optimizer_")}
+        return {**kept, "_plan": None, "_planned_for": (), "_unit_states": {}}
 
 
 def _rows_of(batch: Batch, row_of: dict[int, int]) -> list[int]:

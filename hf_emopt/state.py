@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from hf_emopt.groups import STRUCTURAL_KEYS
+from hf_emopt.groups import STRUCTURAL_KEYS, unpack_units
 from hf_emopt.rules.base import Group
+from hf_emopt.rules.elementwise import init_adamw_state
 
 if TYPE_CHECKING:
     from hf_emopt.matrix_optimizer import MatrixOptimizer
@@ -18,14 +21,19 @@ __all__ = ["STATE_VERSION", "load_into", "matched"]
 STATE_VERSION = 1
 """Kept in every group as ``state_version``; grows when the meaning of a state entry changes."""
 
+# Components of a name that say how a module was wrapped, not which parameter it is.
+_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+
 
 def matched(optimizer: MatrixOptimizer, state_dict: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """The checkpoint's state by live parameter name.
 
-    Parameters are paired by name where both sides know names, by position otherwise.
+    Parameters are paired by name where both sides know names, by position otherwise. Names may differ in what DDP,
+    ``torch.compile`` and checkpoint wrappers add to them.
 
     Raises:
-        ValueError: naming what does not fit (groups, names, shapes); nothing was changed by then.
+        ValueError: naming what does not fit (groups, names, shapes, state of another optimizer); nothing was changed by
+            then.
     """
     saved_groups = state_dict["param_groups"]
     state = state_dict["state"]
@@ -42,7 +50,7 @@ def matched(optimizer: MatrixOptimizer, state_dict: dict[str, Any]) -> dict[str,
         )
     by_name: dict[str, dict[str, Any]] = {}
     for saved, group in zip(saved_groups, optimizer.param_groups):
-        names = saved.get("param_names") or group["param_names"]
+        names = _live_names(saved.get("param_names") or group["param_names"], group["param_names"])
         if len(saved["params"]) != len(group["params"]) or set(names) != set(group["param_names"]):
             missing = sorted(set(group["param_names"]) - set(names))[:5]
             foreign = sorted(set(names) - set(group["param_names"]))[:5]
@@ -50,11 +58,55 @@ def matched(optimizer: MatrixOptimizer, state_dict: dict[str, Any]) -> dict[str,
                 f"group {group['name']!r}: the optimizer state is of {len(saved['params'])} parameters, this group has "
                 f"{len(group['params'])}; not in the state: {missing}; only in the state: {foreign}"
             )
+        positions = {name: position for position, name in enumerate(group["param_names"])}
         for name, index in zip(names, saved["params"]):
             entry = state.get(index, {})
             _check_shapes(name, live[name], entry)
+            _check_kinds(optimizer, name, live[name], entry, _merged(group, saved), positions[name])
             by_name[name] = entry
     return by_name
+
+
+def _canonical(name: str) -> str:
+    parts = [part for part in name.split(".") if part not in _WRAPPERS]
+    return ".".join(parts[1:] if parts[0] == "module" else parts)
+
+
+def _live_names(saved: list[str], live: list[str]) -> list[str]:
+    """The saved names as this process spells them, where wrappers are all that they differ in."""
+    spelled = {_canonical(name): name for name in live}
+    if set(saved) == set(live) or len(spelled) != len(live) or {_canonical(name) for name in saved} != set(spelled):
+        return saved
+    return [spelled[_canonical(name)] for name in saved]
+
+
+def _merged(live: Group, saved: Group) -> Group:
+    """A group after loading: the checkpoint's hyperparameters, the live structure, and what the checkpoint lacks."""
+    kept = {key: copy.deepcopy(value) for key, value in saved.items() if key not in STRUCTURAL_KEYS}
+    return {**live, **kept, "state_version": STATE_VERSION}
+
+
+def _check_kinds(
+    optimizer: MatrixOptimizer, name: str, param: Tensor, entry: dict[str, Any], group: Group, position: int
+) -> None:
+    """Refuses state that another optimizer wrote, or this one with other matrices in the parameter."""
+    meta = torch.empty_like(param, device="meta")
+    wanted: dict[str, tuple[int, ...]] = {}
+    if group["kind"] == "aux":
+        wanted = {key: tuple(value.shape) for key, value in init_adamw_state(meta).items()}
+    else:
+        wanted = {key: tuple(value.shape) for key, value in optimizer.rule.init_state(meta, group).items()}
+        for index, unit in enumerate(unpack_units(group["units"][position])):
+            state = optimizer.rule.init_unit_state(unit.shape, group, meta)
+            wanted |= {f"{key}.{index}": tuple(value.shape) for key, value in state.items()}
+    missing = sorted(set(wanted) - set(entry)) if "step" in entry else []
+    wrong = sorted(k for k, shape in wanted.items() if torch.is_tensor(entry.get(k)) and entry[k].shape != shape)
+    if missing or wrong:
+        what = f"has no {', '.join(missing)}" if missing else f"has another shape of {', '.join(wrong)}"
+        raise ValueError(
+            f"{name}: the optimizer state holds {', '.join(sorted(entry))} and {what}: another optimizer saved it, or this "
+            f"one ({optimizer.rule.name}) with other options such as per_head; load it with those"
+        )
 
 
 def _check_shapes(name: str, param: Tensor, entry: dict[str, Any]) -> None:
@@ -66,31 +118,27 @@ def _check_shapes(name: str, param: Tensor, entry: dict[str, Any]) -> None:
             )
 
 
-def load_into(optimizer: MatrixOptimizer, by_name: dict[str, dict[str, Any]], live_groups: list[Group]) -> None:
-    """Puts a matched state into the optimizer, whose groups torch has just replaced by the checkpoint's.
+def load_into(optimizer: MatrixOptimizer, by_name: dict[str, dict[str, Any]], saved_groups: list[Group]) -> None:
+    """Puts a matched state and the checkpoint's hyperparameters into the optimizer.
 
     torch's own loader casts state to the parameter's dtype, which turns float32 momentum of bfloat16 weights into
     bfloat16; here every tensor keeps its dtype and only changes device.
 
     Args:
-        optimizer: its ``param_groups`` hold the checkpoint's hyperparameters.
+        optimizer: changed only when all of the state has been copied.
         by_name: what :func:`matched` returned.
-        live_groups: the groups as they were before; their structure, and hyperparameters that an older checkpoint did
-            not know, are put back.
+        saved_groups: the checkpoint's groups. Their structure, and hyperparameters that an older checkpoint did not
+            know, are taken from the live groups.
     """
-    optimizer.state.clear()
-    for group, live in zip(optimizer.param_groups, live_groups):
-        for key in STRUCTURAL_KEYS:
-            if key in live:
-                group[key] = live[key]
-        for key, value in live.items():
-            group.setdefault(key, value)
-        group["state_version"] = STATE_VERSION
+    groups = [_merged(live, saved) for live, saved in zip(optimizer.param_groups, saved_groups)]
+    state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
+    for group in groups:
         for name, param in zip(group["param_names"], group["params"]):
             entry = by_name[name]
             if entry:
-                optimizer.state[param] = {
+                state[param] = {
                     # What the host reads at every step stays on the host.
                     key: value.detach().to("cpu" if key.startswith(("rounds", "pending")) else param.device, copy=True)
                     for key, value in entry.items()
                 }
+    optimizer.__setstate__({"state": state, "param_groups": groups})
