@@ -1,0 +1,101 @@
+"""What the functions of symmetric batches ``(N, d, d)`` share: input checks, bounds, and cheap checks of a result.
+
+Nothing here synchronises with the device.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "block_chunks",
+    "check_batch",
+    "eye_like",
+    "finite_blocks",
+    "power_of_two_scale",
+    "random_probes",
+    "relative_norm",
+    "spectral_bound",
+]
+
+# Checks run on this many columns in float64 at a time: 512 MiB of temporaries.
+_CHECK_NUMEL = 64 * 2**20
+
+
+def check_batch(a: Tensor, name: str, caller: str) -> None:
+    """Raises:
+    TypeError: not float32 or float64.
+    ValueError: not ``(N, d, d)``.
+    """
+    if a.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"{caller} computes in float32 or float64, got {name} in {a.dtype}: convert it first")
+    if a.ndim != 3 or a.shape[-1] != a.shape[-2]:
+        raise ValueError(f"{caller} needs a batch {name} of square matrices (N, d, d), got shape {tuple(a.shape)}")
+
+
+def finite_blocks(*tensors: Tensor) -> Tensor:
+    """``(N,)`` bool: every number of a block, in every tensor ``(N, ...)``, is finite."""
+    first, *rest = (tensor.isfinite().reshape(tensor.shape[0], -1).all(-1) for tensor in tensors)
+    return functools.reduce(torch.logical_and, rest, first)
+
+
+def eye_like(a: Tensor) -> Tensor:
+    """The identity ``(d, d)`` in the dtype and on the device of ``a`` ``(..., d, d)``."""
+    return torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
+
+
+def power_of_two_scale(a: Tensor) -> Tensor:
+    """``(N, 1, 1)`` powers of two of the size of each block's largest entry; 1 for zero blocks.
+
+    Division by it is exact, and after it no square of a significant entry over- or underflows.
+    """
+    peak = a.abs().flatten(1).amax(-1) if a.shape[-1] else a.new_ones(a.shape[0])
+    lowest, highest = (-125, 127) if a.dtype == torch.float32 else (-1021, 1023)
+    exponent = torch.frexp(peak).exponent.clamp(lowest, highest)
+    scale = torch.ldexp(torch.ones_like(peak), exponent - 1)
+    return scale.masked_fill(peak == 0, 1.0).reshape(-1, 1, 1)
+
+
+def spectral_bound(a: Tensor) -> Tensor:
+    """``(N, 1, 1)``: an upper bound on the largest eigenvalue of symmetric blocks.
+
+    The smaller of the Frobenius norm (tight for low rank) and the largest absolute row sum (tight near a multiple of the
+    identity, where the former is ``sqrt(d)`` too large).
+    """
+    frobenius = torch.linalg.vector_norm(a, dim=(-2, -1), keepdim=True)
+    row_sum = torch.linalg.vector_norm(a, ord=1, dim=-1, keepdim=True).amax(-2, keepdim=True)
+    return torch.minimum(frobenius, row_sum)
+
+
+@functools.lru_cache(maxsize=64)
+def _probes(d: int, count: int, device: torch.device) -> Tensor:
+    generator = torch.Generator().manual_seed(d)
+    signs = torch.randint(0, 2, (d, count), generator=generator, dtype=torch.float64).mul_(2).sub_(1)
+    return signs.to(device)
+
+
+def random_probes(a: Tensor, count: int = 8) -> Tensor:
+    """``(d, count)`` columns of signs in float64, the same for one ``d`` in every process.
+
+    ``|R v|`` over such ``v`` estimates ``|R|_F`` of a matrix ``R`` that is never formed: the mean of ``|R v|^2`` is
+    ``|R|_F^2``, with a relative deviation of at most ``sqrt(2 / count)`` (Hutchinson). Checks cost two or more skinny
+    products instead of square ones, so they can afford float64.
+    """
+    return _probes(a.shape[-1], count, a.device)
+
+
+def relative_norm(r: Tensor, reference: Tensor) -> Tensor:
+    """``(N,)``: ``|R|_F / |reference|_F`` of batches ``(N, m, k)``, infinite where not finite, 0 for 0 / 0."""
+    size = torch.linalg.vector_norm(r, dim=(-2, -1))
+    quotient = size / torch.linalg.vector_norm(reference, dim=(-2, -1))
+    return torch.where(size == 0, 0.0, quotient).nan_to_num(nan=math.inf, posinf=math.inf)
+
+
+def block_chunks(n: int, d: int) -> list[slice]:
+    """Slices of the batch whose float64 copies stay small."""
+    size = max(1, _CHECK_NUMEL // max(1, d * d))
+    return [slice(start, start + size) for start in range(0, n, size)]

@@ -1,0 +1,303 @@
+"""Inverse roots of symmetric positive semidefinite matrices, the preconditioners of Shampoo.
+
+``solver="eigh"`` is the reference. The coupled iterations are made of matrix products, batch well and run at the speed of
+a GPU's products; what they cannot do is told from their result and done again by ``eigh``, block by block.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Literal, NamedTuple, TypeAlias, get_args
+
+import torch
+from torch import Tensor
+
+from hf_emopt.linalg.batches import (
+    block_chunks,
+    check_batch,
+    eye_like,
+    finite_blocks,
+    power_of_two_scale,
+    random_probes,
+    relative_norm,
+    spectral_bound,
+)
+from hf_emopt.linalg.precision import Precision, check_precision, matmul_precision, product, unit_roundoff
+
+__all__ = ["InverseRoot", "RootSolver", "inverse_root"]
+
+RootSolver: TypeAlias = Literal["eigh", "coupled_newton", "coupled_higher_order"]
+
+# Roots of a higher order than this are no preconditioner, and their iterations multiply the rounding by it.
+_MAX_ROOT = 64
+# Steps from the linear phase of a coupled iteration to rounding level.
+_QUADRATIC_STEPS = 6
+
+
+class InverseRoot(NamedTuple):
+    """Result of :func:`inverse_root`.
+
+    Attributes:
+        value: ``(N, d, d)``, exactly symmetric, dtype and device of the input. NaN in failed blocks.
+        residual: ``(N,)``, an estimate in float64 of the backward error, relative to ``|A|_F``: how far the matrix whose
+            root this is lies from ``A``. ``|A X^p A - A|_F`` for the iterations (``X = A^(-1/p)``),
+            ``|Q L Q^T - A|_F`` for ``eigh``. Directions whose eigenvalue is below ``residual * lambda_max`` may be
+            wrong by a factor.
+        failed: ``(N,)`` bool. The input was not finite, or no finite root with a small residual was found.
+        fell_back: ``(N,)`` bool. Computed by ``eigh`` since the iteration did not converge.
+    """
+
+    value: Tensor
+    residual: Tensor
+    failed: Tensor
+    fell_back: Tensor
+
+
+@torch.no_grad()
+def inverse_root(
+    a: Tensor,
+    exponent: float | Fraction,
+    epsilon: float = 1e-12,
+    solver: RootSolver = "eigh",
+    *,
+    relative_epsilon: float = 0.0,
+    precision: Precision = "highest",
+    tolerance: float = 1e-6,
+    max_iterations: int = 100,
+    residual_tolerance: float | None = None,
+    compute_dtype: torch.dtype | None = None,
+    fallback: bool = True,
+) -> InverseRoot:
+    """``(A + e I)^(-exponent)`` of every block.
+
+    Args:
+        a: ``(N, d, d)`` symmetric positive semidefinite up to rounding, float32 or float64; not changed.
+        exponent: positive; 1/4 for the two sides of a matrix in Shampoo. The iterations take ``1/p`` (coupled Newton) or
+            any fraction ``s/p`` (higher order) with ``p`` up to 64; a float is taken for the fraction within 1e-6.
+        epsilon, relative_epsilon: ``e = max(epsilon, relative_epsilon * b)``, where ``b`` is the smaller of the
+            Frobenius norm and the largest absolute row sum, an upper bound on the largest eigenvalue. ``eigh``
+            also shifts the spectrum by ``-lambda_min`` first where ``lambda_min`` is negative, so that the least
+            eigenvalue becomes ``e``, as facebookresearch/optimizers does (``PerturbationConfig``). The iterations cannot:
+            where ``e`` does not lift the least eigenvalue above rounding they do not converge and fall back. In
+            float32 that happens to every singular matrix unless ``relative_epsilon`` is at least 1e-6 (highest,
+            tf32x3), 1e-5 (bf16x3) or 1e-3 (tf32).
+        solver: ``eigh``; ``coupled_newton``, the coupled inverse Newton iteration (Guo and Higham 2006; Higham, Functions
+            of Matrices, 7.18); or ``coupled_higher_order``, its third-order form (Lakic 1998).
+        precision: of the products in coupled Newton, see :mod:`hf_emopt.linalg.precision`. The higher-order form amplifies
+            rounding and takes ``highest`` only; ``eigh`` always computes exactly.
+        tolerance: an iteration has converged when the largest entry of ``|M - I|`` is below, or is at the rounding level
+            of ``precision`` (16 unit roundoffs) if that is larger.
+        max_iterations: at most this many steps. Fewer are run: as many as the smallest eigenvalue that ``e`` and the
+            precision leave can need.
+        residual_tolerance: largest residual of an iteration's result. ``None``: 1e-3, or 16 unit roundoffs if larger.
+        compute_dtype: ``torch.float64`` computes float32 input in float64 and rounds the result. ``None``: as ``a``.
+        fallback: compute blocks that did not converge by ``eigh``. ``False``: report them as failed.
+
+    Iterations read one ``(N,)`` tensor on the host, after the last step, to decide about the fallback (``fallback=False``
+    reads nothing). Decisions depend on the data alone. A block's result does not depend on its batch, but for rounding.
+
+    Raises:
+        TypeError: another dtype.
+        ValueError: not a batch of square matrices, or an argument out of range.
+        torch.linalg.LinAlgError: ``eigh`` did not converge; see :func:`hf_emopt.linalg.with_ladder`.
+    """
+    check_batch(a, "a", "inverse_root")
+    fraction = _check_arguments(exponent, epsilon, relative_epsilon, solver, precision, max_iterations)
+    if a.numel() == 0:
+        empty = a.new_zeros(a.shape[0])
+        return InverseRoot(a.clone(), empty, empty.bool(), empty.bool())
+    dtype = compute_dtype or a.dtype
+    finite = finite_blocks(a)
+    work = torch.where(finite.reshape(-1, 1, 1), a, eye_like(a)).to(dtype)
+    scale = power_of_two_scale(work)
+    work = work / scale
+    # float64 on the host side of the quotient: epsilon may be subnormal in float32.
+    ridge = torch.maximum((epsilon / scale.double()).to(dtype), relative_epsilon * spectral_bound(work))
+
+    with matmul_precision("highest"):
+        if solver == "eigh":
+            value, residual = _by_eigh(work, float(exponent), ridge)
+            failed = _eigh_failed(value, residual)
+            fell_back = torch.zeros_like(failed)
+        else:
+            limit = residual_tolerance or max(1e-3, 16 * unit_roundoff(dtype, precision))
+            settings = _Iteration(fraction, precision, tolerance, max_iterations, relative_epsilon, limit)
+            run = _coupled_newton_step if solver == "coupled_newton" else _coupled_higher_order_step
+            value, residual, failed = _by_iteration(work, ridge, settings, run)
+            fell_back = torch.zeros_like(failed)
+            # The one synchronisation.
+            if fallback and bool(failed.any()):
+                rows = failed.nonzero().squeeze(-1)
+                value[rows], residual[rows] = _by_eigh(work[rows], float(exponent), ridge[rows])
+                fell_back = failed
+                failed = torch.where(failed, _eigh_failed(value, residual), False)
+
+    failed = failed | ~finite
+    value = value * scale.double().pow(-float(exponent)).to(dtype)
+    value = value.masked_fill(failed.reshape(-1, 1, 1), math.nan)
+    return InverseRoot(
+        value.to(a.dtype), residual.masked_fill(~finite, math.inf).to(a.dtype), failed, fell_back & finite
+    )
+
+
+def _check_arguments(
+    exponent: float | Fraction,
+    epsilon: float,
+    relative_epsilon: float,
+    solver: str,
+    precision: Precision,
+    max_iterations: int,
+) -> Fraction:
+    check_precision(precision)
+    if solver not in get_args(RootSolver):
+        raise ValueError(f"solver must be one of {', '.join(get_args(RootSolver))}, got {solver!r}")
+    if not (exponent > 0 and math.isfinite(exponent)):
+        raise ValueError(f"exponent must be positive, it is the p of A^(-p), got {exponent}")
+    for name, value in (("epsilon", epsilon), ("relative_epsilon", relative_epsilon)):
+        if not (value >= 0 and math.isfinite(value)):
+            raise ValueError(f"{name} must be a finite number >= 0, got {value}")
+    if max_iterations < 1:
+        raise ValueError(f"max_iterations must be at least 1, got {max_iterations}")
+    fraction = Fraction(exponent).limit_denominator(_MAX_ROOT)
+    if solver == "eigh":
+        return fraction
+    if abs(float(fraction) - float(exponent)) > 1e-6 * float(exponent):
+        raise ValueError(
+            f"{solver} computes A^(-s/p) for p up to {_MAX_ROOT}, and exponent={exponent} is no such fraction: "
+            "use solver='eigh'"
+        )
+    if solver == "coupled_newton" and fraction.numerator != 1:
+        raise ValueError(
+            f"coupled_newton computes A^(-1/p), and exponent={exponent} is -{fraction}: "
+            "use solver='coupled_higher_order' or 'eigh'"
+        )
+    if solver == "coupled_higher_order" and precision != "highest":
+        raise ValueError(
+            f"coupled_higher_order amplifies rounding too much for precision={precision!r}: "
+            "use precision='highest', or solver='coupled_newton'"
+        )
+    return fraction
+
+
+# By eigendecomposition
+
+
+def _by_eigh(a: Tensor, exponent: float, ridge: Tensor) -> tuple[Tensor, Tensor]:
+    eigenvalues, q = torch.linalg.eigh(a)
+    probes = random_probes(a)
+    residual = torch.cat([_reconstruction(a[s], eigenvalues[s], q[s], probes) for s in block_chunks(*a.shape[:2])])
+    # ridge is added to eigenvalues, not to A, where it would be lost beside large entries.
+    shifted = eigenvalues - eigenvalues[:, :1].clamp(max=0.0) + ridge.squeeze(-1)
+    # Halves on both sides: the product is then symmetric, and positive, to the last bit but for summation order.
+    half = q * shifted.pow(-0.5 * exponent).unsqueeze(-2)
+    return _symmetric_part(half @ half.mT), residual
+
+
+def _reconstruction(a: Tensor, eigenvalues: Tensor, q: Tensor, probes: Tensor) -> Tensor:
+    q = q.double()
+    image = a.double() @ probes
+    return relative_norm(q @ (eigenvalues.double().unsqueeze(-1) * (q.mT @ probes)) - image, image).to(a.dtype)
+
+
+def _eigh_failed(value: Tensor, residual: Tensor) -> Tensor:
+    # A decomposition is right to a few roundoffs or is none; libraries have returned such without an error.
+    return ~finite_blocks(value) | ~(residual < 1e-3)
+
+
+def _symmetric_part(x: Tensor) -> Tensor:
+    return (x + x.mT).mul_(0.5)
+
+
+# By coupled iteration
+
+
+class _Iteration(NamedTuple):
+    fraction: Fraction
+    precision: Precision
+    tolerance: float
+    max_iterations: int
+    relative_epsilon: float
+    residual_limit: float
+
+    @property
+    def root(self) -> int:
+        return self.fraction.denominator
+
+
+_Step: TypeAlias = Callable[[Tensor, Tensor, int, Precision], Tensor]
+
+
+def _coupled_newton_step(m: Tensor, identity: Tensor, p: int, precision: Precision) -> Tensor:
+    """``P = ((p + 1) I - M) / p``."""
+    return identity * ((p + 1) / p) - m / p
+
+
+def _coupled_higher_order_step(m: Tensor, identity: Tensor, p: int, precision: Precision) -> Tensor:
+    """``P = I + E / p + (p + 1) E^2 / (2 p^2)`` with ``E = I - M``: three terms of the series of ``(I - E)^(-1/p)``."""
+    e = identity - m
+    return identity + e / p + product(e, e, precision) * ((p + 1) / (2 * p * p))
+
+
+def _planned_steps(settings: _Iteration, step: _Step, dtype: torch.dtype) -> int:
+    """Steps that carry the smallest eigenvalue which ``e`` and the rounding of the input leave up to 1, and settle."""
+    p = settings.root
+    factor = 1 + 1 / p + (0.0 if step is _coupled_newton_step else (p + 1) / (2 * p * p))
+    smallest = max(settings.relative_epsilon, unit_roundoff(dtype, "highest"))
+    linear = math.log(1 / min(1.0, smallest)) / (p * math.log(factor))
+    return min(settings.max_iterations, math.ceil(linear) + _QUADRATIC_STEPS)
+
+
+def _by_iteration(a: Tensor, ridge: Tensor, settings: _Iteration, step: _Step) -> tuple[Tensor, Tensor, Tensor]:
+    """Value, residual, and which blocks are not to be trusted. ``X_0 = z^(1/p) I`` and ``M_0 = z A``; each step makes
+    ``X P`` and ``P^p M`` of them, so that ``M = X^p A`` and its convergence to ``I`` makes ``X`` the root."""
+    p, precision = settings.root, settings.precision
+    identity = eye_like(a)
+    a = a + ridge * identity
+    # Convergence needs the spectrum of M_0 in (0, p + 1) for Newton. The tight bound saves steps over the Frobenius norm
+    # of the usual (p + 1) / (2 |A|_F). The higher-order series needs (0, 2), and wants (0, 1].
+    z = (0.5 * (p + 1) if step is _coupled_newton_step else 1.0) / spectral_bound(a)
+    x, m = identity.expand_as(a).clone(), z * a
+    floor = max(settings.tolerance, 16 * unit_roundoff(a.dtype, precision))
+    active = ~_converged(m, identity, floor)
+    for _ in range(_planned_steps(settings, step, a.dtype)):
+        multiplier = step(m, identity, p, precision)
+        mask = active.reshape(-1, 1, 1)
+        x = torch.where(mask, product(x, multiplier, precision), x)
+        # In exact arithmetic M is symmetric; its rounding errors that are not would grow.
+        m = torch.where(mask, _symmetric_part(product(_power(multiplier, p, precision), m, precision)), m)
+        active = active & ~_converged(m, identity, floor)
+    x = _symmetric_part(x)
+    x = x * (z.double() ** (1 / p)).to(x.dtype)
+    probes = random_probes(a)
+    residual = torch.cat([_root_residual(a[s], x[s], p, probes) for s in block_chunks(*a.shape[:2])]).to(a.dtype)
+    value = _power(x, settings.fraction.numerator, "highest")
+    untrusted = active | ~(residual <= settings.residual_limit) | ~finite_blocks(value)
+    return value, residual, untrusted
+
+
+def _converged(m: Tensor, identity: Tensor, floor: float) -> Tensor:
+    return (m - identity).abs().flatten(1).amax(-1) <= floor  # False for NaN
+
+
+def _root_residual(a: Tensor, x: Tensor, p: int, probes: Tensor) -> Tensor:
+    a, x = a.double(), x.double()
+    image = a @ probes
+    y = image
+    for _ in range(p):
+        y = x @ y
+    return relative_norm(a @ y - image, image)
+
+
+def _power(x: Tensor, n: int, precision: Precision) -> Tensor:
+    """``X^n`` by squaring."""
+    result: Tensor | None = None
+    while True:
+        if n & 1:
+            result = x if result is None else product(result, x, precision)
+        n >>= 1
+        if n == 0:
+            assert result is not None
+            return result
+        x = product(x, x, precision)

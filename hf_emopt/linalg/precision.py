@@ -1,0 +1,171 @@
+"""Precision of float32 matrix products: exact, or through the reduced-precision units of a GPU.
+
+Unit roundoff and cost of one product (H100, against float32; see docs/roots-and-bases.md):
+
+| name | how | unit roundoff |
+|---|---|---|
+| ``highest`` | float32 units | 2^-24 |
+| ``tf32x3`` | each factor split in two TF32 parts, three products | about 2^-21 |
+| ``bf16x3`` | each factor split in two bfloat16 parts, three products | about 2^-16 |
+| ``tf32`` | factors cut to TF32 (10 bits) | 2^-10 |
+| ``tf32_emulated`` | ``tf32`` on any device, for tests and error tables | 2^-10 |
+
+float64 products are always exact float64. The splits give the same numbers on a CPU (exact products of the parts, summed
+in float32); ``tf32`` is exact float32 on devices without such units, hence ``tf32_emulated``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, TypeAlias, get_args
+
+import torch
+from torch import Tensor
+
+__all__ = ["Precision", "check_precision", "matmul_precision", "product", "unit_roundoff"]
+
+Precision: TypeAlias = Literal["highest", "tf32x3", "bf16x3", "tf32", "tf32_emulated"]
+
+_UNIT_ROUNDOFF: dict[str, float] = {
+    "highest": 2.0**-24,
+    "tf32x3": 2.0**-21,
+    "bf16x3": 2.0**-16,
+    "tf32": 2.0**-10,
+    "tf32_emulated": 2.0**-10,
+}
+
+
+def check_precision(precision: str) -> None:
+    """Raises:
+    ValueError: ``precision`` is no name of :data:`Precision`.
+    """
+    if precision not in get_args(Precision):
+        raise ValueError(f"precision must be one of {', '.join(get_args(Precision))}, got {precision!r}")
+
+
+def unit_roundoff(dtype: torch.dtype, precision: Precision) -> float:
+    """Largest relative rounding error of a factor in a product of ``dtype`` (float32 or float64) matrices."""
+    return 2.0**-53 if dtype == torch.float64 else _UNIT_ROUNDOFF[precision]
+
+
+# Flags
+
+
+def _has_backend_flags() -> bool:
+    # torch >= 2.9. There, once a program has used these flags to anything that the old ones cannot express, the old
+    # getters raise; the new ones never do, and writing them leaves the old setting alone. So they are used alone.
+    return hasattr(torch._C, "_set_fp32_precision_setter") and hasattr(torch._C, "_get_fp32_precision_getter")
+
+
+def _backend_flags() -> list[tuple[str, str]]:
+    return [("cuda", "matmul"), ("mkldnn", "matmul")]
+
+
+def _backend_change(allow_tf32: bool) -> Callable[[], None] | None:
+    c: Any = torch._C
+    wanted = "tf32" if allow_tf32 else "ieee"
+    undo: list[tuple[str, str, str]] = []
+    for backend, op in _backend_flags():
+        current = c._get_fp32_precision_getter(backend, op)
+        # On the CPU no product is ever lowered on request: the emulated precisions serve there.
+        target = wanted if backend == "cuda" else "ieee"
+        if current == target or (target == "ieee" and current == "none"):
+            continue
+        # The getter resolves "none" to what the flag above says. Put back "none" if that gives the same answer:
+        # a flag that followed the one above goes on doing so.
+        undo.append((backend, op, current))
+        c._set_fp32_precision_setter(backend, op, target)
+    if not undo:
+        return None
+
+    def restore() -> None:
+        for backend, op, value in undo:
+            c._set_fp32_precision_setter(backend, op, "none")
+            if c._get_fp32_precision_getter(backend, op) != value:
+                c._set_fp32_precision_setter(backend, op, value)
+
+    return restore
+
+
+def _legacy_change(allow_tf32: bool) -> Callable[[], None] | None:
+    current = torch.get_float32_matmul_precision()
+    wanted = "high" if allow_tf32 else "highest"
+    if current == wanted:
+        return None
+    torch.set_float32_matmul_precision(wanted)
+    return lambda: torch.set_float32_matmul_precision(current)
+
+
+@contextlib.contextmanager
+def matmul_precision(precision: Precision = "highest") -> Iterator[None]:
+    """Within: torch's float32 products run as ``precision`` says, and autocast is off. After, also after an exception:
+    all flags as before.
+
+    ``tf32`` and ``tf32x3`` allow TF32 in CUDA products, the others forbid it on all devices; the splitting is done by
+    :func:`product`. The flags belong to the process, so a thread that multiplies float32 matrices meanwhile sees them
+    too. Nothing is written where a flag already says what is wanted, as the default of torch does for ``highest``.
+
+    With torch 2.9 or newer only ``fp32_precision`` of ``torch.backends.cuda.matmul`` and ``torch.backends.mkldnn.matmul``
+    is written. Inside, torch may therefore refuse ``torch.get_float32_matmul_precision()`` as ambiguous.
+
+    Raises:
+        ValueError: unknown ``precision``.
+    """
+    check_precision(precision)
+    allow_tf32 = precision in ("tf32", "tf32x3")
+    restore = (_backend_change if _has_backend_flags() else _legacy_change)(allow_tf32)
+    try:
+        with contextlib.ExitStack() as stack:
+            for device in ("cpu", "cuda"):
+                if torch.is_autocast_enabled(device):
+                    stack.enter_context(torch.autocast(device, enabled=False))
+            yield
+    finally:
+        if restore is not None:
+            restore()
+
+
+# Products
+
+
+def _cut_to_tf32(x: Tensor) -> Tensor:
+    """The 10 leading bits of the mantissa, the rest dropped: what the units do with float32 input, at worst."""
+    return (x.view(torch.int32) & ~0x1FFF).view(torch.float32)
+
+
+def _split(x: Tensor, precision: Precision) -> tuple[Tensor, Tensor]:
+    if precision == "bf16x3":
+        high = x.to(torch.bfloat16)
+        return high, (x - high.float()).to(torch.bfloat16)
+    high = _cut_to_tf32(x)
+    return high, _cut_to_tf32(x - high)
+
+
+def _multiply_bf16(a: Tensor, b: Tensor) -> Tensor:
+    """bfloat16 factors, float32 result."""
+    if a.is_cuda and a.ndim == 3:
+        with contextlib.suppress(TypeError):  # torch < 2.8 has no out_dtype
+            return torch.bmm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()
+
+
+def product(a: Tensor, b: Tensor, precision: Precision = "highest") -> Tensor:
+    """``A B`` for matrices or batches ``(..., m, k)``, ``(..., k, n)`` of one dtype, float32 or float64.
+
+    In the splits ``A = A1 + A2 + ...`` the product is ``A1 B1 + (A1 B2 + A2 B1)``; what is left out is of the size of
+    the unit roundoff. Infinities and NaN spread as in a plain product (an infinity may become a NaN).
+    """
+    if a.dtype == torch.float64 or precision == "highest":
+        with matmul_precision("highest"):
+            return a @ b
+    if precision == "tf32_emulated":
+        with matmul_precision("highest"):
+            return _cut_to_tf32(a) @ _cut_to_tf32(b)
+    with matmul_precision("tf32"):
+        if precision == "tf32":
+            return a @ b
+        (a1, a2), (b1, b2) = _split(a, precision), _split(b, precision)
+        if precision == "tf32x3":
+            return (a1 @ b2 + a2 @ b1) + a1 @ b1
+        return (_multiply_bf16(a1, b2) + _multiply_bf16(a2, b1)) + _multiply_bf16(a1, b1)
