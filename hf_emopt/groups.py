@@ -6,6 +6,7 @@ Parameter objects, drop their attributes and deep-copy groups, and because a che
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -85,7 +86,7 @@ class GroupBuilder:
             raise ValueError("params is empty; pass the model, its named_parameters(), or parameter groups")
         if any(v for v in self.overrides.values()):
             raise ValueError(
-                "muon_modules, aux_modules and per_head choose among a model's modules, and only parameters were "
+                "matrix_modules, aux_modules and per_head choose among a model's modules, and only parameters were "
                 "given; pass the model itself, or groups with an explicit 'kind'"
             )
         if all(isinstance(item, dict) for item in items):
@@ -101,6 +102,7 @@ class GroupBuilder:
         ``group["kind"]`` (``"matrix"`` or ``"aux"``) decides for all its parameters; without it, names and shapes do.
         """
         group = dict(group)
+        self._check_keys(group)
         params = group.pop("params")
         members = [params] if isinstance(params, Tensor) else list(params)
         names = group.pop("param_names", None)
@@ -113,6 +115,20 @@ class GroupBuilder:
             if chosen:
                 result.append(self._make(kind, chosen, named, dict(group)))
         return result, routes
+
+    def _check_keys(self, group: Group) -> None:
+        """Refuses a key that is a misspelt hyperparameter; other keys of the user's own are kept, as torch keeps them."""
+        known = {key for defaults in self.kind_defaults.values() for key in defaults}
+        for key in group:
+            if key in known or key in STRUCTURAL_KEYS:
+                continue
+            if key.removeprefix("aux_") in known:
+                raise ValueError(
+                    f"group key {key!r}: inside a group it is {key.removeprefix('aux_')!r}, in a group of kind 'aux'"
+                )
+            close = difflib.get_close_matches(key, known, n=1, cutoff=0.85)
+            if close and key != "initial_lr":
+                raise ValueError(f"group key {key!r} is no hyperparameter; did you mean {close[0]!r}?")
 
     def _route_members(
         self, members: list[Any], kind: str | None, units: list[Any] | None
@@ -131,14 +147,13 @@ class GroupBuilder:
             else:
                 pairs.append((f"param.{self.unnamed}", item))
                 self.unnamed += 1
+        _check_distinct(pairs)
+        packed = units or [None] * len(pairs)
+        given = {name: unit for (name, _), unit in zip(pairs, packed, strict=True)}
         pairs = [(name, p) for name, p in pairs if p.requires_grad]
         named = dict(pairs)
-        if len(named) != len(pairs):
-            raise ValueError(
-                "two parameters have the same name; names identify state in checkpoints, so make them unique"
-            )
         if kind is not None:
-            return named, [_explicit(n, p, kind, units[i] if units else None) for i, (n, p) in enumerate(pairs)]
+            return named, [_explicit(name, p, kind, given[name]) for name, p in pairs]
         table = route_named_parameters(pairs) if are_named else route_parameters_list([p for _, p in pairs])
         # Lists are routed by shape; the names given here are unique across groups.
         return named, [_renamed(route, name) for route, (name, _) in zip(table, pairs, strict=True)]
@@ -161,6 +176,18 @@ class GroupBuilder:
         if kind == "matrix":
             group["units"] = [pack_units(r.units) for r in routes]
         return group
+
+
+def _check_distinct(pairs: list[tuple[str, Tensor]]) -> None:
+    first: dict[int, str] = {}
+    for name, param in pairs:
+        if id(param) in first:
+            raise ValueError(
+                f"{name} and {first[id(param)]} are one parameter; pass it once, as model.named_parameters() does"
+            )
+        first[id(param)] = name
+    if len({name for name, _ in pairs}) != len(pairs):
+        raise ValueError("two parameters have the same name; names identify state in checkpoints, so make them unique")
 
 
 def _renamed(route: ParameterRoute, name: str) -> ParameterRoute:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -50,6 +50,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
         ValueError: when a hyperparameter is out of range, nothing is left to train, or no parameter is a matrix.
     """
 
+    matrix_option: ClassVar[str] = "matrix_modules"
+    """What the optimizer's own argument for ``matrix_modules`` is called, for messages."""
+
     def __init__(
         self,
         params: ParamsArgument,
@@ -81,34 +84,45 @@ class MatrixOptimizer(torch.optim.Optimizer):
             per_head,
         )
         self._routes: list[ParameterRoute] = []
-        groups, table = self._builder.build(params)
+        try:
+            groups, table = self._builder.build(params)
+        except ValueError as error:  # routing speaks of matrix_modules
+            raise ValueError(str(error).replace("matrix_modules", self.matrix_option)) from error
         # torch fills defaults into every group; what belongs to one kind is filled in by the builder.
         super().__init__(groups, {"lr": matrix_defaults["lr"], "weight_decay": matrix_defaults["weight_decay"]})
         self._routes = list(table)
         if not table.matrices and not allow_no_matrices:
-            raise ValueError(_no_matrices_message(table, rule.name))
+            raise ValueError(_no_matrices_message(table, rule.name, self.matrix_option))
         message = coverage_warning(table) if table.matrices else None
         if message:
-            warnings.warn(message, stacklevel=3)
+            warnings.warn(message.replace("matrix_modules", self.matrix_option), stacklevel=3)
 
     # ------------------------------------------------------------------ groups
 
     def add_param_group(self, param_group: Group) -> None:
         """Adds a group (``{"params": ...}`` as the constructor takes it); a mixed one becomes one group of each kind."""
-        if "state_version" in param_group:  # complete: made by the builder
+        routes: list[ParameterRoute] = []
+        if "state_version" in param_group and all(isinstance(p, tuple) for p in param_group["params"]):  # the builder's
             complete = [param_group]
-        else:
+        else:  # a group of the user's, or a copy of one of ours
             complete, routes = self._builder.from_group(param_group)
-            self._routes.extend(routes)
         for group in complete:
             self._validate(group)
             super().add_param_group(group)
+        self._routes.extend(routes)
         self._plan = None
 
     def _validate(self, group: Group) -> None:
         for key in ("lr", "weight_decay"):
             if not float(group[key]) >= 0.0:
-                raise ValueError(f"{key}={group[key]} must not be negative")
+                prefix = "aux_" if group["kind"] == "aux" and group[key] is not self.defaults[key] else ""
+                raise ValueError(f"{prefix}{key}={group[key]} must not be negative")
+        known = {name for other in self.param_groups for name in other["param_names"]}
+        for name, _ in group["params"]:
+            if name in known:
+                raise ValueError(
+                    f"two parameters are named {name!r}; names identify state in checkpoints, so make them unique"
+                )
         if group["low_precision_weights"] not in LOW_PRECISION_WEIGHTS:
             raise ValueError(
                 f"low_precision_weights={group['low_precision_weights']!r} is not one of {', '.join(LOW_PRECISION_WEIGHTS)}"
@@ -204,6 +218,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
             for position, (name, param) in enumerate(zip(group["param_names"], group["params"])):
                 units = unpack_units(group["units"][position])
                 check_layout(name, param, units)
+                if param.numel() == 0:
+                    continue
                 costs = tuple(u.shape[0] * self.rule.cost(*u.shape[1:], group) for u in units)
                 tag = f"{param.dtype} {param.device}"
                 planned.append(PlannedParameter(name, group_index, position, units, costs, tag))
@@ -255,7 +271,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def _step_bucket(self, index: int, bucket: Bucket, checks: dict[torch.device, Tensor]) -> None:
         group = self.param_groups[bucket.group]
         params = [group["params"][p.position] for p in bucket.parameters]
-        present = [i for i, p in enumerate(params) if p.grad is not None and p.numel()]
+        present = [i for i, p in enumerate(params) if p.grad is not None]
         if not present:
             return
         states = [self._ready_state(params[i], group) for i in present]
@@ -417,7 +433,7 @@ def _chunks(params: list[Tensor], limit: int) -> list[list[Tensor]]:
     return chunks
 
 
-def _no_matrices_message(table: RouteTable, rule: str) -> str:
+def _no_matrices_message(table: RouteTable, rule: str, matrix_option: str) -> str:
     shown = "\n".join(f"  {r.name} {r.shape}: {r.reason}" for r in list(table)[:8])
     flat = all(len(r.shape) < 2 for r in table)
     hint = (
@@ -428,5 +444,5 @@ def _no_matrices_message(table: RouteTable, rule: str) -> str:
     )
     return (
         f"no trainable parameter is a matrix for {rule}, so everything would be trained by AdamW.{hint} Name the matrices "
-        f"with muon_modules, or pass allow_no_matrices=True if AdamW alone is meant. Trainable parameters:\n{shown}"
+        f"with {matrix_option}, or pass allow_no_matrices=True if AdamW alone is meant. Trainable parameters:\n{shown}"
     )

@@ -72,6 +72,8 @@ def estimate(optimizer: MatrixOptimizer, world_size: int = 1) -> StepEstimate:
     matrix_bytes = aux_bytes = reference = matrices = matrix_numel = aux_numel = 0
     for group in optimizer.param_groups:
         for position, param in enumerate(group["params"]):
+            if param.numel() == 0:
+                continue
             meta = torch.empty_like(param, device="meta")
             reference += 2 * meta.nbytes + 4
             state: dict[str, torch.Tensor] = {"step": torch.empty((), device="meta")}

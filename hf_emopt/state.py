@@ -90,6 +90,8 @@ def _check_kinds(
     optimizer: MatrixOptimizer, name: str, param: Tensor, entry: dict[str, Any], group: Group, position: int
 ) -> None:
     """Refuses state that another optimizer wrote, or this one with other matrices in the parameter."""
+    if param.numel() == 0:
+        return
     meta = torch.empty_like(param, device="meta")
     wanted: dict[str, tuple[int, ...]] = {}
     if group["kind"] == "aux":
@@ -101,8 +103,11 @@ def _check_kinds(
             wanted |= {f"{key}.{index}": tuple(value.shape) for key, value in state.items()}
     missing = sorted(set(wanted) - set(entry)) if "step" in entry else []
     wrong = sorted(k for k, shape in wanted.items() if torch.is_tensor(entry.get(k)) and entry[k].shape != shape)
-    if missing or wrong:
+    foreign = sorted(k for k in entry if "." in k and k not in wanted)  # state of matrices, which ours are not
+    if missing or wrong or foreign:
         what = f"has no {', '.join(missing)}" if missing else f"has another shape of {', '.join(wrong)}"
+        if foreign and not (missing or wrong):
+            what = f"{', '.join(foreign)} is none of this optimizer's"
         raise ValueError(
             f"{name}: the optimizer state holds {', '.join(sorted(entry))} and {what}: another optimizer saved it, or this "
             f"one ({optimizer.rule.name}) with other options such as per_head; load it with those"

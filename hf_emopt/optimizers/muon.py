@@ -71,6 +71,8 @@ class Muon(MatrixOptimizer):
     State per matrix: ``momentum_buffer`` (float32, shaped as the parameter) and ``step``.
     """
 
+    matrix_option = "muon_modules"
+
     def __init__(
         self,
         params: ParamsArgument,
@@ -138,6 +140,8 @@ class NorMuon(MatrixOptimizer):
 
     State per matrix: ``momentum_buffer``, ``step`` and, for each unit, ``row_second_moment.<unit>`` of shape (B, m, 1).
     """
+
+    matrix_option = "muon_modules"
 
     def __init__(
         self,
