@@ -39,7 +39,7 @@ def check_batch(a: Tensor, name: str, caller: str) -> None:
 
 def finite_blocks(*tensors: Tensor) -> Tensor:
     """``(N,)`` bool: every number of a block, in every tensor ``(N, ...)``, is finite."""
-    first, *rest = (tensor.isfinite().reshape(tensor.shape[0], -1).all(-1) for tensor in tensors)
+    first, *rest = (x.isfinite().reshape(x.shape[0], math.prod(x.shape[1:])).all(-1) for x in tensors)
     return functools.reduce(torch.logical_and, rest, first)
 
 

@@ -29,7 +29,8 @@ __all__ = ["EigenbasisRefresh", "RefreshMethod", "eigenbasis", "eigendecompositi
 
 RefreshMethod: TypeAlias = Literal["orthogonal_iteration", "qr", "eigh", "first_order"]
 
-# Eigenvalues below this many unit roundoffs of the largest are noise in A Q; see _shift.
+# Eigenvalues below this many unit roundoffs of the largest are noise in A Q; see _shift. Of float32's and float64's own
+# roundoff four times as many, since the sums are rounded as well.
 _NOISE = 16
 # Norm of the generator of one first-order rotation: its second-order exponential is then orthogonal to 0.35^4 / 4 = 4e-3
 # and to 1e-5 after one Newton-Schulz step.
@@ -102,7 +103,8 @@ def refresh_eigenbasis(
 ) -> EigenbasisRefresh:
     """An orthonormal basis that diagonalises ``A`` better than the old one does.
 
-    All methods first sort the columns of the old basis by ``diag(Q^T A Q)``, descending (and report the permutation).
+    All methods first sort the columns of the old basis by ``diag(Q^T A Q)``, descending (and report the permutation);
+    ``orthogonal_iteration`` and ``first_order`` take all values at the rounding level of ``A`` for equal.
 
     Args:
         a: ``(N, d, d)`` symmetric positive semidefinite up to rounding, float32 or float64; not changed.
@@ -135,13 +137,21 @@ def refresh_eigenbasis(
         torch.linalg.LinAlgError: ``eigh`` did not converge; see :func:`hf_emopt.linalg.with_ladder`.
     """
     _check_refresh(a, q_old, method, iterations, tolerance, precision)
+    if a.numel() == 0:
+        order = torch.zeros(a.shape[:2], dtype=torch.int64, device=a.device)
+        zeros, no = a.new_zeros(a.shape[0]), a.new_zeros(a.shape[0], dtype=torch.bool)
+        return EigenbasisRefresh(q_old.clone(), a.new_zeros(a.shape[:2]), order, zeros, zeros, no, no)
     finite = finite_blocks(a)
     work = torch.where(finite.reshape(-1, 1, 1), a, eye_like(a))
     scale = power_of_two_scale(work)
     work = work / scale
     limit = orthogonality_tolerance or (2e-5 if a.dtype == torch.float32 else 1e-10)
     with matmul_precision("highest"):
-        start, permutation = _sort_columns(_measure(work, q_old, precision))
+        start = _measure(work, q_old, precision)
+        # Columns whose estimate is noise are not sorted by it: they stay where they are. The programs that "qr" and
+        # "eigh" follow do sort them.
+        floor = _shift(work, precision) if method in ("orthogonal_iteration", "first_order") else None
+        start, permutation = _sort_columns(start, floor)
         basis = _iterate(work, start, method, iterations, tolerance, precision)
         orthogonality = _orthogonality(basis.q)
         fell_back = torch.zeros_like(finite)
@@ -207,8 +217,10 @@ def _measure(a: Tensor, q: Tensor, precision: Precision) -> _Basis:
     return _Basis(q, image, eigenvalues, relative_norm(image - q * eigenvalues.unsqueeze(-2), a))
 
 
-def _sort_columns(basis: _Basis) -> tuple[_Basis, Tensor]:
-    eigenvalues, order = basis.eigenvalues.sort(dim=-1, descending=True, stable=True)
+def _sort_columns(basis: _Basis, floor: Tensor | None) -> tuple[_Basis, Tensor]:
+    key = basis.eigenvalues if floor is None else torch.maximum(basis.eigenvalues, floor.squeeze(-1))
+    order = key.sort(dim=-1, descending=True, stable=True).indices
+    eigenvalues = basis.eigenvalues.gather(-1, order)
     columns = order.unsqueeze(-2).expand_as(basis.q)
     q, image = basis.q.gather(-1, columns), basis.image.gather(-1, columns)
     return _Basis(q, image, eigenvalues, basis.off_diagonal), order
@@ -274,7 +286,8 @@ def _shift(a: Tensor, precision: Precision) -> Tensor:
     below ``s`` is not resolved any more, which that noise forbids anyway.
     """
     bound = spectral_bound(a)
-    return _NOISE * unit_roundoff(a.dtype, precision) * torch.where(bound == 0, 1.0, bound)
+    unit = max(unit_roundoff(a.dtype, precision), 4 * unit_roundoff(a.dtype, "highest"))
+    return _NOISE * unit * torch.where(bound == 0, 1.0, bound)
 
 
 def _orthogonal_iteration(a: Tensor, basis: _Basis, precision: Precision) -> Tensor:
@@ -299,30 +312,33 @@ def _orthogonal_iteration(a: Tensor, basis: _Basis, precision: Precision) -> Ten
     gram.diagonal(dim1=-2, dim2=-1).add_(4 * math.sqrt(a.shape[-1]) * unit_roundoff(a.dtype, finish))
     upper = torch.linalg.cholesky_ex(gram).L.mT
     rotation = torch.linalg.solve_triangular(upper, x, upper=True, left=False)
-    return _newton_schulz_step(product(basis.q, rotation, finish), finish)
+    return _orthonormalize(product(basis.q, rotation, finish), finish)
 
 
 def _finishing(precision: Precision) -> Precision:
     return "highest" if precision == "highest" else "tf32x3"
 
 
-def _newton_schulz_step(x: Tensor, precision: Precision) -> Tensor:
-    """``X (3 I - X^T X) / 2``: an orthogonality error ``E`` becomes ``3/4 E^2``. In place of a second Cholesky pass, since a
-    product is cheaper than a factorisation on a GPU."""
-    error = eye_like(x) - product(x.mT, x, precision)
-    return x + 0.5 * product(x, error, precision)
+def _orthonormalize(x: Tensor, precision: Precision) -> Tensor:
+    """Newton-Schulz steps ``X (3 I - X^T X) / 2``, each of which makes ``3/4 E^2`` of an orthogonality error ``E``: one in
+    float32, three in float64. In place of a second Cholesky pass, since a product is cheaper than a factorisation on a
+    GPU."""
+    for _ in range(1 if x.dtype == torch.float32 else 3):
+        error = eye_like(x) - product(x.mT, x, precision)
+        x = x + 0.5 * product(x, error, precision)
+    return x
 
 
 # First-order rotation
 
 
 def _first_order(a: Tensor, basis: _Basis, precision: Precision) -> Tensor:
-    """``Q exp(S)`` to second order in the antisymmetric ``S``, then one Newton-Schulz step."""
+    """``Q exp(S)`` to second order in the antisymmetric ``S``, then Newton-Schulz steps."""
     b = product(basis.q.mT, basis.image, precision)
     s = _rotation_generator(0.5 * (b + b.mT), basis.eigenvalues, _shift(a, precision), spectral_bound(a))
     turn = product(basis.q, s, precision)
     x = basis.q + turn + 0.5 * product(turn, s, precision)
-    return _newton_schulz_step(x, _finishing(precision))
+    return _orthonormalize(x, _finishing(precision))
 
 
 def _rotation_generator(b: Tensor, eigenvalues: Tensor, noise: Tensor, bound: Tensor) -> Tensor:
@@ -341,11 +357,10 @@ def _rotation_generator(b: Tensor, eigenvalues: Tensor, noise: Tensor, bound: Te
     gap = gap.abs()
     # From the strongest damping to the weakest that keeps the bound, without asking the host.
     best = torch.zeros_like(b)
-    for fraction in (1.0, 2 / 3, 1 / 3, 0.0):
-        damping = noise.pow(1 - fraction) * bound.clamp(min=noise).pow(fraction)
-        s = 0.5 * torch.atan(2 * b / (gap + damping)) * sign
+    for damping in (1.0, 0.1, 0.01, 1e-3, 0.0):
+        s = 0.5 * torch.atan(2 * b / (gap + torch.maximum(damping * bound, noise))) * sign
         size = _spectral_norm(s)
-        if fraction == 1.0:
+        if damping == 1.0:
             s, size = s * (_MAX_ROTATION / size).clamp(max=1.0), size.clamp(max=_MAX_ROTATION)
         best = torch.where(size <= _MAX_ROTATION, s, best)
     return best

@@ -64,7 +64,7 @@ def inverse_root(
     *,
     relative_epsilon: float = 0.0,
     precision: Precision = "highest",
-    tolerance: float = 1e-6,
+    tolerance: float | None = None,
     max_iterations: int = 100,
     residual_tolerance: float | None = None,
     compute_dtype: torch.dtype | None = None,
@@ -87,8 +87,8 @@ def inverse_root(
             of Matrices, 7.18); or ``coupled_higher_order``, its third-order form (Lakic 1998).
         precision: of the products in coupled Newton, see :mod:`hf_emopt.linalg.precision`. The higher-order form amplifies
             rounding and takes ``highest`` only; ``eigh`` always computes exactly.
-        tolerance: an iteration has converged when the largest entry of ``|M - I|`` is below, or is at the rounding level
-            of ``precision`` (16 unit roundoffs) if that is larger.
+        tolerance: an iteration has converged when the largest entry of ``|M - I|`` is at most this. ``None``, and the
+            least there is: the rounding level of ``precision``, 16 unit roundoffs (1e-6 in float32).
         max_iterations: at most this many steps. Fewer are run: as many as the smallest eigenvalue that ``e`` and the
             precision leave can need.
         residual_tolerance: largest residual of an iteration's result. ``None``: 1e-3, or 16 unit roundoffs if larger.
@@ -216,7 +216,7 @@ def _symmetric_part(x: Tensor) -> Tensor:
 class _Iteration(NamedTuple):
     fraction: Fraction
     precision: Precision
-    tolerance: float
+    tolerance: float | None
     max_iterations: int
     relative_epsilon: float
     residual_limit: float
@@ -259,7 +259,7 @@ def _by_iteration(a: Tensor, ridge: Tensor, settings: _Iteration, step: _Step) -
     # of the usual (p + 1) / (2 |A|_F). The higher-order series needs (0, 2), and wants (0, 1].
     z = (0.5 * (p + 1) if step is _coupled_newton_step else 1.0) / spectral_bound(a)
     x, m = identity.expand_as(a).clone(), z * a
-    floor = max(settings.tolerance, 16 * unit_roundoff(a.dtype, precision))
+    floor = max(settings.tolerance or 0.0, 16 * unit_roundoff(a.dtype, precision))
     active = ~_converged(m, identity, floor)
     for _ in range(_planned_steps(settings, step, a.dtype)):
         multiplier = step(m, identity, p, precision)
