@@ -79,6 +79,8 @@ def estimate(optimizer: MatrixOptimizer, world_size: int = 1) -> StepEstimate:
             state: dict[str, torch.Tensor] = {"step": torch.empty((), device="meta")}
             store_weights([meta], [meta.float()], [state], group["low_precision_weights"])
             if group["kind"] == "matrix":
+                if optimizer.rule.scheduled:
+                    state["rounds"] = torch.empty((), dtype=torch.int64, device="meta")
                 state |= optimizer.rule.init_state(meta, group)
                 for index, unit in enumerate(unpack_units(group["units"][position])):
                     matrices += unit.shape[0]

@@ -1,0 +1,451 @@
+"""SOAP and Shampoo in use: stability, schedules, failures, storage, checkpoints, layouts of weights."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+import hf_emopt
+from hf_emopt.planning import estimate
+from hf_emopt.rules.factor_storage import FACTOR_STORAGE, bytes_per_element, init_factor, load_factor, store_factor
+
+RULES = (hf_emopt.SOAP, hf_emopt.Shampoo, hf_emopt.KLShampoo)
+POLICIES = ("staggered", "synchronous", "async")
+SHAPES = ((12, 8), (8, 12), (12, 8), (10, 6), (9,))
+
+
+def make(cls, seed: int = 0, dtype: torch.dtype = torch.float32, **options):
+    generator = torch.Generator().manual_seed(seed)
+    params = [nn.Parameter(0.1 * torch.randn(s, generator=generator).to(dtype)) for s in SHAPES]
+    return params, cls(params, **{"lr": 0.01, "precondition_frequency": 4, "max_preconditioner_dim": 8, **options})
+
+
+def gradients(step: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1000 + step)
+    return [torch.randn(s, generator=generator).to(dtype) for s in SHAPES]
+
+
+def run(params, optimizer, steps: range, idle=lambda step, i: False) -> None:
+    for step in steps:
+        for i, (p, g) in enumerate(zip(params, gradients(step, params[0].dtype))):
+            p.grad = None if idle(step, i) else g
+        optimizer.step()
+
+
+def values(params) -> list[Tensor]:
+    return [p.detach().clone() for p in params]
+
+
+def assert_equal(a: list[Tensor], b: list[Tensor]) -> None:
+    for x, y in zip(a, b, strict=True):
+        assert torch.equal(x, y)
+
+
+# ---------------------------------------------------------------------- stability
+
+
+def tiny_llama() -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+def updates_rms(model: nn.Module, before: list[Tensor], lr: float) -> float:
+    return max(float((p.detach() - b).square().mean().sqrt()) / lr for p, b in zip(model.parameters(), before))
+
+
+@pytest.mark.parametrize("cls", RULES)
+@pytest.mark.parametrize("start", [1, None])
+def test_two_hundred_steps_of_batch_one(cls, start: int | None) -> None:
+    """Gradients of rank one at first, a spike of 1e4, zeros, one NaN step: finite throughout, steps bounded, none silent."""
+    model = tiny_llama()
+    lr = 1e-3
+    extra = {"start_preconditioning_step": start} if cls is not hf_emopt.SOAP and start else {}
+    optimizer = cls(model, lr=lr, weight_decay=0.0, precondition_frequency=5, **extra)
+    torch.manual_seed(1)
+    first = last = largest = 0.0
+    for step in range(1, 201):
+        ids = torch.randint(0, 8, (1, 12))  # few tokens, so that there is something to learn
+        optimizer.zero_grad()
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        for p in model.parameters():
+            if step == 5:
+                p.grad *= 1e4
+            elif step == 20:
+                p.grad.zero_()
+            elif step == 30:
+                p.grad.view(-1)[0] = math.nan
+        before = values(model.parameters())
+        optimizer.step()
+        if step == 30:
+            assert_equal(before, values(model.parameters()))
+        assert all(torch.isfinite(p).all() for p in model.parameters())
+        largest = max(largest, updates_rms(model, before, lr))
+        first, last = first or float(loss.detach()), float(loss.detach())
+    assert optimizer.skipped_steps == 1
+    assert optimizer.rule.failures == 0
+    assert largest <= 10.0  # Adam's own bound at a spike is (1 - beta1) / sqrt(1 - beta2)
+    assert last < 0.9 * first  # the spike stays in a second moment of beta 0.999 for the rest of the run
+
+
+@pytest.mark.parametrize("cls", RULES)
+@pytest.mark.parametrize("kind", ["rank one", "zeros", "tiny", "huge", "one row", "constant"])
+def test_degenerate_gradients(cls, kind: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    p = nn.Parameter(torch.zeros(12, 20))
+    extra = {} if cls is hf_emopt.SOAP else {"start_preconditioning_step": 1}
+    optimizer = cls([p], lr=1.0, weight_decay=0.0, precondition_frequency=2, **extra)
+    for _ in range(20):
+        noise = torch.randn(12, 20, generator=generator)
+        p.grad = {
+            "rank one": torch.randn(12, 1, generator=generator) @ torch.randn(1, 20, generator=generator),
+            "zeros": torch.zeros(12, 20),
+            "tiny": 1e-12 * noise,
+            "huge": 1e12 * noise,
+            "one row": noise * (torch.arange(12) == 3).unsqueeze(1),
+            "constant": torch.ones(12, 20),
+        }[kind]
+        before = p.detach().clone()
+        optimizer.step()
+        rms = float((p.detach() - before).square().mean().sqrt())
+        assert rms <= 4.0  # false for NaN
+    if kind == "zeros":
+        assert torch.equal(p, torch.zeros(12, 20))
+    assert optimizer.rule.failures == 0
+
+
+@pytest.mark.parametrize("cls", RULES)
+def test_a_spike_with_tf32_allowed_leaves_the_flags_alone(cls) -> None:
+    """Factor maths follows matmul_precision, not the process's flag, and puts the flag back."""
+    torch.set_float32_matmul_precision("high")
+    try:
+        params, optimizer = make(cls)
+        for step in range(12):
+            for p, g in zip(params, gradients(step)):
+                p.grad = g * (1e4 if step == 5 else 1.0)
+            optimizer.step()
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert all(torch.isfinite(p).all() for p in params)
+
+
+# ---------------------------------------------------------------------- failures
+
+
+@pytest.mark.parametrize("cls", RULES)
+def test_a_failing_refresh_keeps_the_previous_one_and_is_counted(cls, monkeypatch: pytest.MonkeyPatch) -> None:
+    params, optimizer = make(cls, refresh="synchronous", tolerated_failures=2)
+    run(params, optimizer, range(9))
+    kept = {k: v.clone() for p in params[:4] for k, v in optimizer.state[p].items() if k.startswith(("root", "basis"))}
+    healthy = optimizer.rule.compute
+
+    def broken(snapshot, group, first):
+        new = healthy(snapshot, group, first)
+        return type(new)(new.by_dimension, torch.ones_like(new.failed))
+
+    monkeypatch.setattr(optimizer.rule, "compute", broken)
+    run(params, optimizer, range(9, 13))
+    blocks = sum(v.numel() for p in params[:4] for k, v in optimizer.state[p].items() if k.startswith("failures"))
+    assert optimizer.rule.failures == blocks
+    now = {k: v for p in params[:4] for k, v in optimizer.state[p].items() if k.startswith(("root", "basis"))}
+    assert all(torch.equal(kept[k], now[k]) for k in kept)
+    with pytest.raises(RuntimeError, match="3 times in a row"):
+        run(params, optimizer, range(13, 30))
+
+
+@pytest.mark.parametrize("cls", RULES)
+def test_a_decomposition_that_raises_climbs_the_ladder(cls, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As cuSOLVER does now and then: float32 raises, float64 works, and the update is the same."""
+    wanted, reference = make(cls, refresh="synchronous")
+    run(wanted, reference, range(8))
+    real = torch.linalg.eigh
+
+    def moody(a, *args, **kwargs):
+        if a.dtype is torch.float32 and not torch.equal(a, torch.eye(a.shape[-1]).expand_as(a)):
+            raise torch.linalg.LinAlgError("did not converge")
+        return real(a, *args, **kwargs)
+
+    monkeypatch.setattr(torch.linalg, "eigh", moody)
+    params, optimizer = make(cls, refresh="synchronous")
+    run(params, optimizer, range(8))
+    assert optimizer.rule.failures == 0
+    assert optimizer.rule.ladder.float64 > 0
+    assert reference.rule.ladder.float64 == 0
+    for p, q in zip(params, wanted):
+        torch.testing.assert_close(p, q, rtol=2e-2, atol=2e-3)
+
+
+# ---------------------------------------------------------------------- schedules
+
+
+class Counting:
+    """Counts the blocks that a rule refreshes at each step."""
+
+    def __init__(self, optimizer) -> None:
+        self.counts: list[int] = []
+        self.cubes: list[int] = []
+        original = optimizer.rule.snapshot
+
+        def snapshot(block, rows, group):  # taken by the training's thread whatever thread computes
+            taken = original(block, rows, group)
+            parts = list(taken.by_dimension.values())
+            self.counts[-1] += len(parts[0]["factor"])
+            self.cubes[-1] += sum(len(x["factor"]) * x["factor"].shape[-1] ** 3 for x in parts)
+            return taken
+
+        optimizer.rule.snapshot = snapshot
+
+    def step(self) -> None:
+        self.counts.append(0)
+        self.cubes.append(0)
+
+
+@pytest.mark.parametrize("cls", RULES)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_each_block_is_refreshed_once_a_period(cls, policy: str) -> None:
+    extra = {} if cls is hf_emopt.SOAP else {"start_preconditioning_step": 1}
+    params, optimizer = make(cls, refresh=policy, **extra)
+    counting = Counting(optimizer)
+    for step in range(16):
+        counting.step()
+        run(params, optimizer, range(step, step + 1))
+    optimizer.state_dict()  # waits for what runs in the background
+    blocks = sum(v.numel() for p in params[:4] for k, v in optimizer.state[p].items() if k.startswith("failures"))
+    for period in range(4):
+        assert sum(counting.counts[4 * period : 4 * period + 4]) == blocks
+    if policy == "synchronous":
+        assert counting.counts[:2] == [blocks, 0]
+    else:
+        assert max(counting.cubes) <= 2 * sum(counting.cubes) / len(counting.cubes)
+
+
+@pytest.mark.parametrize("cls", RULES)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_absent_gradients_do_not_disturb_others(cls, policy: str) -> None:
+    """A matrix whose batch mates come and go takes the steps that it would take alone."""
+    options = {"refresh": policy} | ({} if policy == "synchronous" else {"precondition_frequency": 2})
+    together, both = make(cls, **options)
+    start = together[2].detach().clone()
+    alone = nn.Parameter(start.clone())
+    single = cls([alone], lr=0.01, max_preconditioner_dim=8, **{"precondition_frequency": 4, **options})
+    single._current_plan()
+    both._current_plan()
+    # The place in the period is a matter of the whole plan; here it is the step that is compared.
+    single._slots = {("param.0", 0): both._slots["param.2", 0]}
+    for step in range(10):
+        grads = gradients(step)
+        for i, p in enumerate(together):
+            p.grad = grads[i] if i == 2 or (step + i) % 3 else None
+        alone.grad = grads[2].clone()
+        both.step(), single.step()
+    torch.testing.assert_close(together[2], alone, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("cls", RULES)
+def test_asynchronous_results_come_exactly_when_stated(cls) -> None:
+    """Between the launch and its round the preconditioner is the old one; afterwards it is what was computed."""
+    extra = {} if cls is hf_emopt.SOAP else {"start_preconditioning_step": 1}
+    p = nn.Parameter(torch.zeros(6, 6))
+    optimizer = cls([p], refresh="async", precondition_frequency=6, async_delay=4, **extra)
+    name = "basis.0.0.0" if cls is hf_emopt.SOAP else "root.0.0.0"
+    changes = []
+    generator = torch.Generator().manual_seed(0)
+    previous = None
+    for step in range(14):
+        p.grad = torch.randn(6, 6, generator=generator)
+        optimizer.step()
+        current = optimizer.state[p][name].clone()
+        if previous is not None and not torch.equal(previous, current):
+            changes.append(step)
+        previous = current
+    slot = optimizer._slots["param.0", 0][0][0]
+    assert changes == [t for t in (slot + 4, slot + 10) if t < 14]
+
+
+@pytest.mark.parametrize("cls", RULES)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"async_delay": 4}, "async_delay=4"),
+        ({"refresh": "async", "precondition_frequency": 1}, "at least 2"),
+        ({"refresh": "async", "matmul_precision": "tf32"}, "flags"),
+    ],
+)
+def test_impossible_schedules_are_refused(cls, options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(cls, **options)
+
+
+# ---------------------------------------------------------------------- checkpoints
+
+
+@pytest.mark.parametrize("cls", RULES)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("saved_at", [0, 1, 4, 7])
+@pytest.mark.parametrize("storage", ["float32", "int8"])
+def test_resumed_equals_uninterrupted(cls, policy: str, saved_at: int, storage: str) -> None:
+    """Bit for bit, also in the middle of a period and with results under way, and with a parameter never trained."""
+
+    def never(step: int, i: int) -> bool:
+        return i == 3
+
+    options = {"refresh": policy, "factor_storage": storage}
+    params, optimizer = make(cls, **options)
+    run(params, optimizer, range(saved_at), never)
+    file = io.BytesIO()
+    torch.save({"weights": values(params), "optimizer": optimizer.state_dict()}, file)
+    run(params, optimizer, range(saved_at, saved_at + 6), never)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    others, loaded = make(cls, **options)
+    for p, w in zip(others, saved["weights"]):
+        p.data.copy_(w)
+    loaded.load_state_dict(saved["optimizer"])
+    run(others, loaded, range(saved_at, saved_at + 6), never)
+    assert_equal(values(params), values(others))
+
+
+@pytest.mark.parametrize("cls", RULES)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_copies_train_on_alike(cls, policy: str) -> None:
+    params, optimizer = make(cls, refresh=policy)
+    run(params, optimizer, range(5))
+    others, copied = copy.deepcopy((params, optimizer))
+    run(params, optimizer, range(5, 12))
+    run(others, copied, range(5, 12))
+    assert_equal(values(params), values(others))
+
+
+@pytest.mark.parametrize("cls", RULES)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_bad_step_changes_no_state(cls, policy: str) -> None:
+    params, optimizer = make(cls, refresh=policy)
+    run(params, optimizer, range(6))
+    before = copy.deepcopy(optimizer.state_dict()["state"])
+    weights = values(params)
+    for p, g in zip(params, gradients(6)):
+        p.grad = g
+    params[0].grad[0, 0] = math.inf
+    optimizer.step()
+    assert_equal(weights, values(params))
+    clock = ("rounds", "pending", "next_", "failures")  # these tell the time, and what is under way
+    if policy == "async":  # a result that was begun before the bad step may be put to use in it
+        clock += ("root", "basis", "exp_avg", "eigenvalues")
+    for index, entry in optimizer.state_dict()["state"].items():
+        for key, value in entry.items():
+            if not key.startswith(clock):
+                torch.testing.assert_close(value, before[index][key], rtol=1e-6, atol=1e-8)
+
+
+# ---------------------------------------------------------------------- dtypes and memory
+
+
+@pytest.mark.parametrize("cls", RULES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_every_dtype_steps(cls, dtype: torch.dtype) -> None:
+    params, optimizer = make(cls, dtype=dtype)
+    before = values(params)
+    run(params, optimizer, range(10))
+    for a, p in zip(before, params):
+        assert p.dtype is dtype and torch.isfinite(p).all()
+        assert not torch.equal(a, p)
+    factor = next(v for k, v in optimizer.state[params[0]].items() if k.startswith("factor"))
+    assert factor.dtype is torch.promote_types(dtype, torch.float32)
+
+
+@pytest.mark.parametrize("storage", FACTOR_STORAGE)
+def test_stored_factors_come_back(storage: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    g = torch.randn(3, 2, 16, 40, generator=generator) * torch.logspace(-6, 3, 16).view(16, 1)
+    a = g @ g.mT
+    state = init_factor("factor", (3, 2), 16, storage, a)
+    store_factor(state, "factor", a, storage, generator)
+    back = load_factor(state, "factor", 16, storage)
+    scale = (a.diagonal(dim1=-2, dim2=-1).unsqueeze(-1) * a.diagonal(dim1=-2, dim2=-1).unsqueeze(-2)).sqrt()
+    bound = {"float32": 0.0, "packed": 1e-6, "bfloat16": 4e-3, "float16": 5e-4, "int8": 1 / 127}[storage]
+    assert ((back - a).abs() / scale).max() <= bound * 1.01 + 1e-7
+    torch.testing.assert_close(back.diagonal(dim1=-2, dim2=-1), a.diagonal(dim1=-2, dim2=-1), rtol=1e-6, atol=0)
+    torch.testing.assert_close(back, back.mT, rtol=0, atol=0)
+
+
+def test_eight_bits_follow_a_slow_average() -> None:
+    """Nearest rounding would never leave the first value: each step moves by less than one level."""
+    generator = torch.Generator().manual_seed(0)
+    old, new = torch.eye(8), torch.eye(8) + 0.5 * (torch.ones(8, 8) - torch.eye(8))
+    state = init_factor("factor", (64, 1), 8, "int8", old)
+    store_factor(state, "factor", old.expand(64, 1, 8, 8), "int8", generator)
+    exact = old.clone()
+    for _ in range(300):
+        exact = 0.995 * exact + 0.005 * new
+        average = 0.995 * load_factor(state, "factor", 8, "int8") + 0.005 * new
+        store_factor(state, "factor", average, "int8", generator)
+    reached = load_factor(state, "factor", 8, "int8").mean(dim=(0, 1))
+    assert (reached - exact).abs().max() < 0.05
+    assert exact[0, 1] > 0.35
+
+
+@pytest.mark.parametrize("cls", RULES)
+@pytest.mark.parametrize("storage", FACTOR_STORAGE)
+@pytest.mark.parametrize("policy", ["staggered", "async"])
+def test_planned_bytes_are_those_of_a_real_step(cls, storage: str, policy: str) -> None:
+    params, optimizer = make(cls, factor_storage=storage, refresh=policy)
+    planned = estimate(optimizer)
+    run(params, optimizer, range(2))
+    measured = sum(v.nbytes for entry in optimizer.state_dict()["state"].values() for v in entry.values())
+    assert planned.matrix_state_bytes + planned.aux_state_bytes == measured
+
+
+def test_a_side_above_the_limit_really_has_no_factor() -> None:
+    p = nn.Parameter(torch.zeros(8, 200))
+    optimizer = hf_emopt.SOAP([p], max_preconditioner_dim=64)
+    p.grad = torch.randn(8, 200)
+    optimizer.step()
+    held = {k: tuple(v.shape) for k, v in optimizer.state[p].items() if k.startswith(("factor", "basis"))}
+    assert held == {"factor.0.0.0": (1, 1, 8, 8), "basis.0.0.0": (1, 1, 8, 8)}
+
+
+def test_low_precision_factors_are_smaller() -> None:
+    sizes = {}
+    for storage in FACTOR_STORAGE:
+        p = nn.Parameter(torch.zeros(128, 128))
+        optimizer = hf_emopt.SOAP([p], factor_storage=storage)
+        p.grad = torch.randn(128, 128)
+        optimizer.step()
+        sizes[storage] = sum(v.nbytes for k, v in optimizer.state[p].items() if k.startswith("factor")) / (
+            2 * 128 * 128
+        )
+    for storage, size in sizes.items():
+        assert size == pytest.approx(bytes_per_element(storage), abs=0.05)
+
+
+@pytest.mark.parametrize("cls", RULES)
+def test_conv_expert_and_fused_weights_go_the_same_way_as_with_muon(cls) -> None:
+    conv = nn.Conv2d(8, 6, 3, bias=False)
+    optimizer = cls(nn.Sequential(conv), lr=0.1)
+    conv.weight.grad = torch.randn_like(conv.weight)
+    optimizer.step()
+    assert optimizer.param_groups[0]["units"][0][0][1] == (6, 8, 3, 3)
+    factor = optimizer.state[conv.weight]["factor.0.1.0"]
+    assert factor.shape == (1, 1, 72, 72)
+    config = transformers.MixtralConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=3,
+    )  # fmt: skip
+    model = transformers.MixtralForCausalLM(config)
+    optimizer = cls(model, lr=0.1)
+    stack = model.model.layers[0].mlp.experts.gate_up_proj
+    stack.grad = torch.randn_like(stack)
+    optimizer.step()
+    assert optimizer.state[stack]["factor.0.0.0"].shape == (3, 1, 24, 24)
+    assert optimizer.transform_count == 6
