@@ -61,7 +61,7 @@ def run_plan(options: argparse.Namespace) -> int:
     import torch
 
     from hf_emopt.integrations.meta_model import load_meta_model
-    from hf_emopt.planning import estimate
+    from hf_emopt.planning import estimate, storage_choices
 
     if options.world_size < 1:
         raise ValueError(f"--world-size {options.world_size} must be at least 1")
@@ -73,6 +73,7 @@ def run_plan(options: argparse.Namespace) -> int:
         model = model.to(dtype)
     optimizer = build_optimizer(options.optim, model, options.optim_args)
     figures = estimate(optimizer, options.world_size)
+    choices = storage_choices(optimizer)
     if options.json:
         print(
             json.dumps(
@@ -81,12 +82,15 @@ def run_plan(options: argparse.Namespace) -> int:
                     "optim": options.optim,
                     "routes": optimizer.routes.to_dict(),
                     **figures.to_dict(),
+                    "bytes_per_parameter_by_factor_storage": choices,
                 }
             )
         )
     else:
         print(optimizer.routes)
         print(figures)
+        if choices:
+            print("bytes a parameter by factor_storage: " + ", ".join(f"{k} {v:.2f}" for k, v in choices.items()))
     return 0
 
 

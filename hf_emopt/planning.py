@@ -10,9 +10,10 @@ from hf_emopt.distributed.plan import make_plan
 from hf_emopt.groups import unpack_units
 from hf_emopt.matrix_optimizer import MatrixOptimizer
 from hf_emopt.rules.elementwise import init_adamw_state
+from hf_emopt.rules.factor_storage import FACTOR_STORAGE
 from hf_emopt.rules.masters import store_weights
 
-__all__ = ["StepEstimate", "estimate"]
+__all__ = ["StepEstimate", "estimate", "storage_choices"]
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,26 @@ def estimate(optimizer: MatrixOptimizer, world_size: int = 1) -> StepEstimate:
         tuple(plan.loads()),
         plan.imbalance,
     )
+
+
+def storage_choices(optimizer: MatrixOptimizer) -> dict[str, float]:
+    """Bytes of state for each trained element, for every ``factor_storage``; empty for rules without factors."""
+    groups = [g for g in optimizer.param_groups if "factor_storage" in g]
+    if not groups:
+        return {}
+    chosen = [g["factor_storage"] for g in groups]
+    result = {}
+    try:
+        for storage in FACTOR_STORAGE:
+            for group in groups:
+                group["factor_storage"] = storage
+            figures = estimate(optimizer)
+            total = figures.matrix_state_bytes + figures.aux_state_bytes
+            result[storage] = total / max(1, figures.matrix_numel + figures.aux_numel)
+    finally:
+        for group, storage in zip(groups, chosen):
+            group["factor_storage"] = storage
+    return result
 
 
 def _bytes(count: int) -> str:

@@ -31,7 +31,16 @@ def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize(("optim", "cls"), [("muon", hf_emopt.Muon), ("emopt_normuon", hf_emopt.NorMuon)])
+@pytest.mark.parametrize(
+    ("optim", "cls"),
+    [
+        ("muon", hf_emopt.Muon),
+        ("emopt_normuon", hf_emopt.NorMuon),
+        ("soap", hf_emopt.SOAP),
+        ("shampoo", hf_emopt.Shampoo),
+        ("kl_shampoo", hf_emopt.KLShampoo),
+    ],
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_state_bytes_and_counts_are_those_of_a_real_step(folder, capsys, optim: str, cls, dtype: str) -> None:
     figures = planned(capsys, folder, "--optim", optim, "--dtype", dtype)
@@ -47,6 +56,15 @@ def test_state_bytes_and_counts_are_those_of_a_real_step(folder, capsys, optim: 
     adamw = torch.optim.AdamW(model.parameters())
     adamw.step()
     assert figures["adamw_state_bytes"] == sum(v.nbytes for entry in adamw.state.values() for v in entry.values())
+
+
+def test_bytes_are_shown_for_every_way_to_keep_factors(folder, capsys) -> None:
+    figures = planned(capsys, folder, "--optim", "soap", "--optim_args", "factor_storage=packed")
+    choices = figures["bytes_per_parameter_by_factor_storage"]
+    numel = figures["matrix_numel"] + figures["aux_numel"]
+    assert choices["packed"] * numel == pytest.approx(figures["matrix_state_bytes"] + figures["aux_state_bytes"])
+    assert choices["float32"] > choices["packed"] > choices["bfloat16"] > choices["int8"]
+    assert planned(capsys, folder, "--optim", "muon")["bytes_per_parameter_by_factor_storage"] == {}
 
 
 def test_flops_follow_the_formula(folder, capsys) -> None:
