@@ -40,7 +40,14 @@ from text_data import BlockDataset, pack_blocks, split_documents, stdlib_documen
 
 FROM_SCRATCH_LEARNING_RATE = 2e-3
 FINE_TUNE_LEARNING_RATE = 5e-5
-LABELS = {"adamw_torch": "AdamW", "adamw_torch_fused": "AdamW (fused)", "muon": "Muon", "normuon": "NorMuon"}
+LABELS = {
+    "adamw_torch": "AdamW",
+    "adamw_torch_fused": "AdamW (fused)",
+    "muon": "Muon",
+    "normuon": "NorMuon",
+    "soap": "SOAP",
+    "shampoo": "Shampoo",
+}
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
