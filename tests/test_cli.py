@@ -125,3 +125,21 @@ def test_an_unknown_configuration_says_so(tmp_path: Path, capsys) -> None:
     PreTrainedConfig().save_pretrained(tmp_path)
     assert main(["plan", str(tmp_path)]) == 2
     assert "hf-emopt:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{bad", "cannot be read as a configuration"),
+        (
+            '{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 4, "pad_token_id": 9}',
+            "cannot be built",
+        ),
+    ],
+)
+def test_a_broken_configuration_is_one_line(text: str, message: str, tmp_path: Path, capsys) -> None:
+    (tmp_path / "config.json").write_text(text, encoding="utf-8")
+    assert main(["plan", str(tmp_path)]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert "Traceback" not in captured.err

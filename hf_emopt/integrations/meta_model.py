@@ -29,7 +29,8 @@ def load_meta_model(source: str, trust_remote_code: bool = False) -> nn.Module:
         ValueError: when the Hub id cannot be had, or no class takes the configuration.
     """
     path = Path(source)
-    if path.suffix == ".json" or path.exists():
+    local = path.suffix == ".json" or path.exists()
+    if local:
         file = path / "config.json" if path.is_dir() else path
         if not file.is_file():
             raise FileNotFoundError(
@@ -38,6 +39,8 @@ def load_meta_model(source: str, trust_remote_code: bool = False) -> nn.Module:
     try:
         config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
     except OSError as error:
+        if local:
+            raise ValueError(f"{source} cannot be read as a configuration: {error}") from error
         raise ValueError(
             f"no configuration for {source!r}: it is no local path, and the Hub gave none ({error})"
         ) from error
@@ -45,7 +48,10 @@ def load_meta_model(source: str, trust_remote_code: bool = False) -> nn.Module:
     failures = []
     with torch.device("meta"):
         for name in names:
-            return _tied(getattr(transformers, name)._from_config(config))
+            try:
+                return _tied(getattr(transformers, name)._from_config(config))
+            except Exception as error:  # whatever a model's constructor makes of a value that it cannot use
+                raise ValueError(f"{name} cannot be built from the configuration of {source!r}: {error}") from error
         for name in _FALLBACKS:
             try:
                 return _tied(getattr(transformers, name).from_config(config, trust_remote_code=trust_remote_code))
