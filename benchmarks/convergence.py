@@ -33,6 +33,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 import hf_emopt
+from hf_emopt.integrations.optim_args import parse_optim_args
 from hf_emopt.integrations.transformers import OPTIMIZERS
 from hf_emopt.matrix_optimizer import MatrixOptimizer
 
@@ -57,15 +58,20 @@ def make_tokens(out: Path, vocab_size: int) -> None:
     np.savez_compressed(out, vocab_size=np.array(len(tokenizer)), train=arrays["train"], held_out=arrays["held_out"])
 
 
-def build_optimizer(name: str, model: nn.Module, lr: float, weight_decay: float, options: dict[str, Any]) -> Any:
-    """AdamW fused with decay on matrices and embeddings, or one of ours with the same settings for its AdamW part."""
+def build_optimizer(name: str, model: nn.Module, lr: float, weight_decay: float) -> Any:
+    """AdamW fused with decay on matrices and embeddings, or one of ours with the same settings for its AdamW part.
+
+    ``name`` is an optimizer's, with its options after an ``@``: ``soap@refresh=synchronous,precondition_frequency=5``.
+    """
     if name == "adamw":
         decay = [p for p in model.parameters() if p.ndim >= 2]
         rest = [p for p in model.parameters() if p.ndim < 2]
         groups = [{"params": decay, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
         return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
-    cls: Any = OPTIMIZERS[name]
-    return cls(model, lr=lr, weight_decay=weight_decay, aux_betas=(0.9, 0.95), **options)
+    base, _, options = name.partition("@")
+    cls: Any = OPTIMIZERS[base]
+    given = parse_optim_args(options or None, cls)
+    return cls(model, lr=lr, weight_decay=weight_decay, **{"aux_betas": (0.9, 0.95), **given})
 
 
 def batches(tokens: torch.Tensor, args: argparse.Namespace, seed: int) -> Iterator[torch.Tensor]:
@@ -117,12 +123,12 @@ class Runner:
         sizes = [len(part) for part in self.held_out.split(self.args.batch)]
         return sum(float(x) * n for x, n in zip(losses, sizes)) / sum(sizes)
 
-    def run(self, name: str, lr: float, seed: int, steps: int, options: dict[str, Any]) -> dict[str, Any]:
+    def run(self, name: str, lr: float, seed: int, steps: int) -> dict[str, Any]:
         """One run: its curve, seconds without evaluation, and optimizer seconds."""
         args = self.args
         self.reset(seed)
         self.model.train()
-        optimizer = build_optimizer(name, self.model, lr, args.weight_decay, options)
+        optimizer = build_optimizer(name, self.model, lr, args.weight_decay)
         peak = [group["lr"] for group in optimizer.param_groups]
         data = batches(self.train, args, seed)
         every = max(1, steps // 20)
@@ -140,7 +146,7 @@ class Runner:
                 elapsed += self._now() - started
                 curve.append((step, self.evaluate(), elapsed))
                 started = self._now()
-        point = {"optim": name, "lr": lr, "seed": seed, "steps": steps, "options": options, "curve": curve}
+        point = {"optim": name, "lr": lr, "seed": seed, "steps": steps, "curve": curve}
         if isinstance(optimizer, MatrixOptimizer):
             expected = optimizer.routes.matrix_count * steps
             if optimizer.transform_count != expected:
@@ -199,7 +205,7 @@ def wanted_runs(args: argparse.Namespace, points: Sequence[dict[str, Any]]) -> l
     """(optimizer, learning rate, seed, steps) of the runs asked for."""
     runs = []
     for text in args.point:
-        name, rates = text.split(":")
+        name, rates = text.rsplit(":", 1)
         runs += [(name, float(lr), args.seed, args.steps) for lr in rates.split(",")]
     if args.best_seeds or args.best_steps:
         best = best_rates(points)
@@ -220,7 +226,6 @@ def run(args: argparse.Namespace) -> None:
         "device": torch.cuda.get_device_name() if args.device == "cuda" else platform.processor() or "CPU",
         "torch": torch.__version__, "transformers": transformers.__version__, "hf_emopt": hf_emopt.__version__,
     }  # fmt: skip
-    options = {name: json.loads(text) for name, text in (o.split(":", 1) for o in args.options)}
     runner = Runner(args, np.load(args.data))
     known = {(p["optim"], p["lr"], p["seed"], p["steps"]) for p in result["points"]}
     deadline = time.monotonic() + args.seconds
@@ -230,7 +235,7 @@ def run(args: argparse.Namespace) -> None:
         if time.monotonic() > deadline:
             print("out of time; the rest is left for another call")
             break
-        point = runner.run(name, lr, seed, steps, options.get(name, {}))
+        point = runner.run(name, lr, seed, steps)
         result["points"].append(point)
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(result))
@@ -313,14 +318,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     runs = commands.add_parser("run", help="run what is missing")
     runs.add_argument("data", type=Path)
     runs.add_argument("--out", type=Path, required=True)
-    runs.add_argument("--point", action="append", default=[], metavar="OPTIM:LR,LR", help="a sweep")
+    runs.add_argument("--point", action="append", default=[], metavar="OPTIM[@OPTIONS]:LR,LR", help="a sweep")
     runs.add_argument(
         "--best-seeds", dest="best_seeds", type=int, nargs="*", default=[], help="more seeds at the best rates"
     )
     runs.add_argument(
         "--best-steps", dest="best_steps", type=int, nargs="*", default=[], help="shorter runs at the best rates"
     )
-    runs.add_argument("--options", action="append", default=[], metavar='OPTIM:{"key": value}')
     runs.add_argument("--seed", type=int, default=0)
     runs.add_argument("--steps", type=int, default=400)
     runs.add_argument("--batch", type=int, default=16)
