@@ -123,7 +123,7 @@ def refresh_eigenbasis(
         tolerance: blocks whose off-diagonal part (see ``off_diagonal``) is at most this are left alone but for the sort,
             before the first iteration and after each. Costs one read of ``(N,)`` flags on the host per iteration.
         precision: of the products with ``A``, and of the rotation; see :mod:`hf_emopt.linalg.precision`. Bases are made
-            orthonormal with products as good as float32's (``tf32x3``) at least. ``qr`` and ``eigh`` factorise exactly.
+            orthonormal to float32's rounding whatever it is. ``qr`` and ``eigh`` factorise exactly.
         orthogonality_tolerance: largest ``orthogonality``. ``None``: 2e-5 in float32, 1e-10 in float64.
         fallback: blocks that are less orthogonal, or not finite, are computed again by QR and, if that fails too, by
             ``eigh``. ``False``: reported as failed.
@@ -299,33 +299,33 @@ def _orthogonal_iteration(a: Tensor, basis: _Basis, precision: Precision) -> Ten
     factor is ``Q`` times that of ``L``. Near the eigenbasis ``L`` with columns of unit length is close to the identity;
     anywhere its condition is but the root of that of ``A + s I``. Its factor then comes from Cholesky-QR.
     """
-    finish = _finishing(precision)
+    split = _at_least_split(precision)
     b = product(basis.q.mT, basis.image, precision)
     b = 0.5 * (b + b.mT)
     b.diagonal(dim1=-2, dim2=-1).add_(_shift(a, precision).squeeze(-1))
     # Without the host: a block that is not positive definite comes out as no basis, and is found as such by the caller.
     x = torch.linalg.cholesky_ex(b).L
     x = x / torch.linalg.vector_norm(x, dim=-2, keepdim=True)
-    gram = product(x.mT, x, finish)
+    gram = product(x.mT, x, split)
     # Shifted Cholesky-QR (Fukaya et al. 2020) bears a numerically singular Gram matrix. The Newton-Schulz step removes
     # the error, of the size of the shift, again.
-    gram.diagonal(dim1=-2, dim2=-1).add_(4 * math.sqrt(a.shape[-1]) * unit_roundoff(a.dtype, finish))
+    gram.diagonal(dim1=-2, dim2=-1).add_(math.sqrt(a.shape[-1]) * unit_roundoff(a.dtype, split))
     upper = torch.linalg.cholesky_ex(gram).L.mT
     rotation = torch.linalg.solve_triangular(upper, x, upper=True, left=False)
-    return _orthonormalize(product(basis.q, rotation, finish), finish)
+    return _orthonormalize(product(basis.q, rotation, split), precision)
 
 
-def _finishing(precision: Precision) -> Precision:
-    return "highest" if precision == "highest" else "tf32x3"
+def _at_least_split(precision: Precision) -> Precision:
+    return "highest" if precision == "highest" else "bf16x3"
 
 
 def _orthonormalize(x: Tensor, precision: Precision) -> Tensor:
     """Newton-Schulz steps ``X (3 I - X^T X) / 2``, each of which makes ``3/4 E^2`` of an orthogonality error ``E``: one in
     float32, three in float64. In place of a second Cholesky pass, since a product is cheaper than a factorisation on a
-    GPU."""
+    GPU. What remains is the error of ``X^T X``, which is therefore exact; the correction is small, and need not be."""
     for _ in range(1 if x.dtype == torch.float32 else 3):
-        error = eye_like(x) - product(x.mT, x, precision)
-        x = x + 0.5 * product(x, error, precision)
+        error = eye_like(x) - product(x.mT, x, "highest")
+        x = x + 0.5 * product(x, error, _at_least_split(precision))
     return x
 
 
@@ -338,7 +338,7 @@ def _first_order(a: Tensor, basis: _Basis, precision: Precision) -> Tensor:
     s = _rotation_generator(0.5 * (b + b.mT), basis.eigenvalues, _shift(a, precision), spectral_bound(a))
     turn = product(basis.q, s, precision)
     x = basis.q + turn + 0.5 * product(turn, s, precision)
-    return _orthonormalize(x, _finishing(precision))
+    return _orthonormalize(x, precision)
 
 
 def _rotation_generator(b: Tensor, eigenvalues: Tensor, noise: Tensor, bound: Tensor) -> Tensor:

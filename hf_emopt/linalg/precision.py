@@ -1,17 +1,17 @@
 """Precision of float32 matrix products: exact, or through the reduced-precision units of a GPU.
 
-Unit roundoff and cost of one product (H100, against float32; see docs/roots-and-bases.md):
+Errors and times of what is made of them are in docs/roots-and-bases.md.
 
 | name | how | unit roundoff |
 |---|---|---|
 | ``highest`` | float32 units | 2^-24 |
-| ``tf32x3`` | each factor split in two TF32 parts, three products | about 2^-21 |
 | ``bf16x3`` | each factor split in two bfloat16 parts, three products | about 2^-16 |
 | ``tf32`` | factors cut to TF32 (10 bits) | 2^-10 |
 | ``tf32_emulated`` | ``tf32`` on any device, for tests and error tables | 2^-10 |
 
-float64 products are always exact float64. The splits give the same numbers on a CPU (exact products of the parts, summed
-in float32); ``tf32`` is exact float32 on devices without such units, hence ``tf32_emulated``.
+float64 products are always exact float64. The split gives the same numbers on a CPU (exact products of the parts, summed
+in float32); ``tf32`` is exact float32 on devices without such units, hence ``tf32_emulated``. A split in TF32 parts is
+not offered: the units cut their sums as well, so at d = 1024 it is no better than the split in bfloat16, and slower.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ from torch import Tensor
 
 __all__ = ["Precision", "check_precision", "matmul_precision", "product", "unit_roundoff"]
 
-Precision: TypeAlias = Literal["highest", "tf32x3", "bf16x3", "tf32", "tf32_emulated"]
+Precision: TypeAlias = Literal["highest", "bf16x3", "tf32", "tf32_emulated"]
 
 _UNIT_ROUNDOFF: dict[str, float] = {
     "highest": 2.0**-24,
-    "tf32x3": 2.0**-21,
     "bf16x3": 2.0**-16,
     "tf32": 2.0**-10,
     "tf32_emulated": 2.0**-10,
@@ -102,9 +101,9 @@ def matmul_precision(precision: Precision = "highest") -> Iterator[None]:
     """Within: torch's float32 products run as ``precision`` says, and autocast is off. After, also after an exception:
     all flags as before.
 
-    ``tf32`` and ``tf32x3`` allow TF32 in CUDA products, the others forbid it on all devices; the splitting is done by
-    :func:`product`. The flags belong to the process, so a thread that multiplies float32 matrices meanwhile sees them
-    too. Nothing is written where a flag already says what is wanted, as the default of torch does for ``highest``.
+    ``tf32`` allows TF32 in CUDA products, the others forbid it on all devices; the splitting is done by :func:`product`.
+    The flags belong to the process, so a thread that multiplies float32 matrices meanwhile sees them too. Nothing is
+    written where a flag already says what is wanted, as the default of torch does for ``highest``.
 
     With torch 2.9 or newer only ``fp32_precision`` of ``torch.backends.cuda.matmul`` and ``torch.backends.mkldnn.matmul``
     is written. Inside, torch may therefore refuse ``torch.get_float32_matmul_precision()`` as ambiguous.
@@ -113,7 +112,7 @@ def matmul_precision(precision: Precision = "highest") -> Iterator[None]:
         ValueError: unknown ``precision``.
     """
     check_precision(precision)
-    allow_tf32 = precision in ("tf32", "tf32x3")
+    allow_tf32 = precision == "tf32"
     restore = (_backend_change if _has_backend_flags() else _legacy_change)(allow_tf32)
     try:
         with contextlib.ExitStack() as stack:
@@ -134,12 +133,9 @@ def _cut_to_tf32(x: Tensor) -> Tensor:
     return (x.view(torch.int32) & ~0x1FFF).view(torch.float32)
 
 
-def _split(x: Tensor, precision: Precision) -> tuple[Tensor, Tensor]:
-    if precision == "bf16x3":
-        high = x.to(torch.bfloat16)
-        return high, (x - high.float()).to(torch.bfloat16)
-    high = _cut_to_tf32(x)
-    return high, _cut_to_tf32(x - high)
+def _split(x: Tensor) -> tuple[Tensor, Tensor]:
+    high = x.to(torch.bfloat16)
+    return high, (x - high.float()).to(torch.bfloat16)
 
 
 def _multiply_bf16(a: Tensor, b: Tensor) -> Tensor:
@@ -147,25 +143,22 @@ def _multiply_bf16(a: Tensor, b: Tensor) -> Tensor:
     if a.is_cuda and a.ndim == 3:
         with contextlib.suppress(TypeError):  # torch < 2.8 has no out_dtype
             return torch.bmm(a, b, out_dtype=torch.float32)
-    return a.float() @ b.float()
+    with matmul_precision("tf32"):  # bfloat16 numbers are TF32 numbers
+        return a.float() @ b.float()
 
 
 def product(a: Tensor, b: Tensor, precision: Precision = "highest") -> Tensor:
     """``A B`` for matrices or batches ``(..., m, k)``, ``(..., k, n)`` of one dtype, float32 or float64.
 
-    In the splits ``A = A1 + A2 + ...`` the product is ``A1 B1 + (A1 B2 + A2 B1)``; what is left out is of the size of
-    the unit roundoff. Infinities and NaN spread as in a plain product (an infinity may become a NaN).
+    In the split ``A = A1 + A2 + ...`` the product is ``A1 B1 + (A1 B2 + A2 B1)``; what is left out is of the size of the
+    unit roundoff. Infinities and NaN spread as in a plain product (an infinity may become a NaN).
     """
-    if a.dtype == torch.float64 or precision == "highest":
-        with matmul_precision("highest"):
+    if a.dtype == torch.float64 or precision in ("highest", "tf32"):
+        with matmul_precision(precision):
             return a @ b
     if precision == "tf32_emulated":
         with matmul_precision("highest"):
             return _cut_to_tf32(a) @ _cut_to_tf32(b)
-    with matmul_precision("tf32"):
-        if precision == "tf32":
-            return a @ b
-        (a1, a2), (b1, b2) = _split(a, precision), _split(b, precision)
-        if precision == "tf32x3":
-            return (a1 @ b2 + a2 @ b1) + a1 @ b1
-        return (_multiply_bf16(a1, b2) + _multiply_bf16(a2, b1)) + _multiply_bf16(a1, b1)
+    a1, a2 = _split(a)
+    b1, b2 = (a1, a2) if b is a else _split(b)
+    return (_multiply_bf16(a1, b2) + _multiply_bf16(a2, b1)) + _multiply_bf16(a1, b1)

@@ -13,7 +13,7 @@ from hf_emopt.linalg import eigenbasis, eigendecomposition, refresh_eigenbasis
 
 METHODS = ["orthogonal_iteration", "qr", "eigh", "first_order"]
 ITERATIVE = ["orthogonal_iteration", "qr", "first_order"]
-PRECISIONS = ["highest", "tf32x3", "bf16x3", "tf32_emulated"]
+PRECISIONS = ["highest", "bf16x3", "tf32_emulated"]
 NAMES = list(SPECTRA)
 
 

@@ -116,7 +116,7 @@ def test_flags_restored(change: Any, value: str, precision: Precision) -> None:
 
     if "cuda/matmul" in inside:
         allowed = inside["cuda/matmul"] == "tf32"
-        assert allowed == (precision in ("tf32", "tf32x3"))
+        assert allowed == (precision == "tf32")
         assert inside["mkldnn/matmul"] in ("ieee", "none")
     with matmul_precision("tf32"):
         with matmul_precision("highest"):
@@ -169,5 +169,5 @@ def test_solvers_restore_flags(precision: Precision) -> None:
 
 
 def test_unknown_precision() -> None:
-    with pytest.raises(ValueError, match="highest, tf32x3, bf16x3"), matmul_precision("high"):  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="highest, bf16x3"), matmul_precision("high"):  # type: ignore[arg-type]
         pass
