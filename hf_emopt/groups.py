@@ -101,7 +101,8 @@ class GroupBuilder:
 
         ``group["kind"]`` (``"matrix"`` or ``"aux"``) decides for all its parameters; without it, names and shapes do.
         """
-        group = dict(group)
+        # dtypes are kept by name, as all values in groups are plain.
+        group = {k: str(v).removeprefix("torch.") if isinstance(v, torch.dtype) else v for k, v in group.items()}
         self._check_keys(group)
         params = group.pop("params")
         members = [params] if isinstance(params, Tensor) else list(params)

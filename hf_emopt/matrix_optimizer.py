@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -114,9 +115,10 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     def _validate(self, group: Group) -> None:
         for key in ("lr", "weight_decay"):
-            if not float(group[key]) >= 0.0:
-                prefix = "aux_" if group["kind"] == "aux" and group[key] is not self.defaults[key] else ""
-                raise ValueError(f"{prefix}{key}={group[key]} must not be negative")
+            value = group[key]
+            if not isinstance(value, (int, float, Tensor)) or not 0.0 <= float(value) < math.inf:
+                prefix = "aux_" if group["kind"] == "aux" and value is not self.defaults[key] else ""
+                raise ValueError(f"{prefix}{key}={value!r} must be a finite number that is not negative")
         known = {name for other in self.param_groups for name in other["param_names"]}
         for name, _ in group["params"]:
             if name in known:

@@ -325,6 +325,31 @@ def test_mistakes_in_groups_are_named(params: Any, message: str) -> None:
         hf_emopt.Muon(params(a, b))
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": "1e-3"}, "lr='1e-3' must be a finite number"),
+        ({"lr": float("inf")}, "lr=inf must be a finite number"),
+        ({"aux_lr": float("nan")}, "aux_lr=nan must be a finite number"),
+        ({"nesterov": "false"}, "nesterov='false' must be True or False"),
+        ({"cautious_weight_decay": "no"}, "cautious_weight_decay='no' must be True or False"),
+        ({"compat": "keller", "ns_coefficients": "aol"}, "'aol' has a normalization of its own; leave out compat"),
+        ({"eps": 1e-7, "ns_coefficients": "aol"}, "'aol' has a normalization of its own; leave out eps"),
+    ],
+)
+def test_what_would_fail_later_fails_at_once(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        hf_emopt.Muon(net(), **options)
+
+
+def test_a_group_may_give_a_torch_dtype() -> None:
+    p = nn.Parameter(torch.randn(4, 4))
+    optimizer = hf_emopt.Muon([{"params": [p], "ns_dtype": torch.float64}])
+    p.grad = torch.randn(4, 4)
+    optimizer.step()
+    assert optimizer.param_groups[0]["ns_dtype"] == "float64"
+
+
 def test_a_group_of_another_optimizer_can_be_passed_on() -> None:
     model = net()
     first = hf_emopt.Muon(model, lr=0.05, momentum=0.8)
@@ -380,6 +405,30 @@ def test_zero_gradients_and_idle_experts_stay_finite(cls: Any) -> None:
     assert torch.isfinite(stack).all()
     assert all(not torch.equal(stack[i], before[0][i]) for i in (0, 2))
     assert all(torch.isfinite(v.float()).all() for s in optimizer.state.values() for v in s.values())
+
+
+@pytest.mark.parametrize("cls", ALL)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_every_optimizer_steps_every_dtype_as_float32(cls: Any, dtype: torch.dtype) -> None:
+    """The same gradients give the same weights, up to the spacing of the dtype."""
+    if cls is hf_emopt.SOAP and dtype is torch.float64:
+        pytest.skip("a 12 x 8 gradient has no unique eigenbasis on its long side, so the two precisions choose others")
+    ends = []
+    for kind in (torch.float32, dtype):
+        model = net().to(dtype).to(kind)
+        optimizer = cls(model, lr=0.05)
+        for step in range(3):
+            generator = torch.Generator().manual_seed(step)
+            for p in model.parameters():
+                p.grad = torch.randn(p.shape, generator=generator).to(dtype).to(kind)
+            optimizer.step()
+        assert all(p.dtype is kind for p in model.parameters())
+        ends.append([w.double() for w in weights(model)])
+    start = [w.double() for w in weights(net().to(dtype))]
+    spacing = max(torch.finfo(dtype).eps, 1e-5)
+    for a, b, before in zip(*ends, start, strict=True):
+        assert (a - before).norm() > 0.05
+        assert (a - b).norm() <= spacing * (a.norm() + before.norm())
 
 
 @pytest.mark.parametrize("cls", [hf_emopt.Muon, hf_emopt.NorMuon])

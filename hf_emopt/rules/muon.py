@@ -116,7 +116,13 @@ class MuonRule(MatrixRule):
             raise ValueError(f"ns_dtype={group['ns_dtype']!r} is not one of {', '.join(_NS_DTYPES)} or None")
         if group["eps"] is not None and not group["eps"] > 0.0:
             raise ValueError(f"eps={group['eps']} must be above 0, or None for the scale-free normalization")
-        resolve_coefficients(group["ns_coefficients"], steps)
+        for flag in ("nesterov", "cautious_weight_decay"):
+            if not isinstance(group[flag], bool):
+                raise ValueError(f"{flag}={group[flag]!r} must be True or False")
+        resolved = resolve_coefficients(group["ns_coefficients"], steps)
+        if resolved.scaling != "frobenius" and (compat is not None or group["eps"] is not None):
+            given = f"compat={compat!r}" if compat is not None else f"eps={group['eps']}"
+            raise ValueError(f"ns_coefficients={resolved.name!r} has a normalization of its own; leave out {given}")
 
     def init_state(self, param: Tensor, group: Group) -> dict[str, Tensor]:
         return {"momentum_buffer": torch.zeros_like(param, dtype=state_dtype(param))}
