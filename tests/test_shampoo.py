@@ -15,7 +15,7 @@ BASE = {
     "betas": (0.9, 0.99), "epsilon": 1e-6, "max_preconditioner_dim": 4, "precondition_frequency": 3,
     "start_preconditioning_step": 2, "grafting": "adam", "grafting_beta2": 0.99, "grafting_epsilon": 1e-8,
     "bias_correction": True, "exponent_override": None, "momentum": 0.0, "nesterov": False, "refresh": "synchronous",
-    "async_delay": None, "root_solver": "eigh", "root_dtype": "float32", "oversize": "block", "kl": False,
+    "async_delay": None, "root_solver": "eigh", "relative_epsilon": None, "root_dtype": "float32", "oversize": "block", "kl": False,
     "matmul_precision": "highest", "factor_storage": "float32", "tolerated_failures": 3, "weight_decay": 0.0,
     "weight_decay_type": "decoupled",
 }  # fmt: skip
@@ -137,6 +137,19 @@ def test_identity_factors_leave_the_direction() -> None:
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("solver", ["coupled_newton", "coupled_higher_order"])
+def test_solvers_of_products_agree_with_eigh(solver: str) -> None:
+    """With the same relative epsilon, also on factors of rank one, and none of them falls back for good."""
+    for rank in (1, 6):
+        generator = torch.Generator().manual_seed(0)
+        left, right = (torch.randn(11, n, rank, generator=generator, dtype=torch.float64) for n in (6, 9))
+        grads = list(left @ right.mT)
+        group = BASE | {"start_preconditioning_step": 1, "max_preconditioner_dim": 16, "relative_epsilon": 1e-6}
+        by_eigh, by_products = (run_rule((6, 9), grads, group | {"root_solver": s}) for s in ("eigh", solver))
+        for a, b in zip(by_eigh, by_products):
+            assert (a - b).norm() <= 1e-4 * a.norm()
+
+
 def test_a_power_of_minus_one_quarter() -> None:
     """One gradient diag(2, 3, 5), no averaging: L = R = G G^T, so L^-1/4 G R^-1/4 is the identity."""
     g = torch.diag(torch.tensor([2.0, 3.0, 5.0], dtype=torch.float64))
@@ -160,7 +173,9 @@ def test_four_kinds_of_decay(kind: str, lost: float | None) -> None:
     """Peak learning rate 0.1, now 0.05, decay 0.2, and a gradient of zero."""
     w = torch.randn(5, 4, dtype=torch.float64)
     p = nn.Parameter(w.clone())
-    optimizer = hf_emopt.Shampoo([p], lr=0.1, weight_decay=0.2, weight_decay_type=kind, grafting="sgd", betas=(0.0, 0.9))
+    optimizer = hf_emopt.Shampoo(
+        [p], lr=0.1, weight_decay=0.2, weight_decay_type=kind, grafting="sgd", betas=(0.0, 0.9)
+    )
     optimizer.param_groups[0]["lr"] = 0.05
     p.grad = torch.zeros_like(p)
     optimizer.step()

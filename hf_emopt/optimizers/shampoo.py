@@ -51,6 +51,8 @@ class Shampoo(MatrixOptimizer):
         root_solver: ``"eigh"``, ``"coupled_newton"``, ``"coupled_higher_order"``, or ``"auto"``: products only
             (``coupled_newton``) on a GPU, where ``eigh`` runs far below the card's rate, and ``eigh`` on a CPU. A block whose
             iteration does not converge falls back to ``eigh``.
+        relative_epsilon: added to a factor's eigenvalues as a fraction of the largest; ``None`` is 0 for ``eigh`` and what an
+            iteration of products needs to converge (1e-6; 1e-5 in ``bf16x3``, 1e-3 in ``tf32``) for the others.
         root_dtype: dtype in which inverse roots are kept.
         matmul_precision, factor_storage, tolerated_failures, weight_decay_type: as for :class:`SOAP`.
         aux_lr, aux_betas, aux_eps, aux_weight_decay: of the AdamW part; ``None`` takes the matrices' value.
@@ -87,6 +89,7 @@ class Shampoo(MatrixOptimizer):
         refresh: Refresh = "staggered",
         async_delay: int | None = None,
         root_solver: RootSolverChoice = "auto",
+        relative_epsilon: float | None = None,
         root_dtype: torch.dtype | str = "float32",
         oversize: Oversize = "block",
         matmul_precision: Precision = "highest",
@@ -127,6 +130,7 @@ class Shampoo(MatrixOptimizer):
             "refresh": refresh,
             "async_delay": async_delay,
             "root_solver": root_solver,
+            "relative_epsilon": relative_epsilon,
             "root_dtype": dtype_name(root_dtype),
             "oversize": oversize,
             "kl": self._kl,

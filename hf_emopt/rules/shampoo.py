@@ -34,6 +34,8 @@ Grafting = Literal["adam", "rmsprop", "adagrad", "sgd", "none"]
 GRAFTING: tuple[str, ...] = ("adam", "rmsprop", "adagrad", "sgd", "none")
 
 _GRAFT_FLOOR = 1e-16
+# An iteration of products cannot tell a smaller eigenvalue from rounding, and would not converge on it.
+_RELATIVE_EPSILON = {"highest": 1e-6, "bf16x3": 1e-5, "tf32": 1e-3, "tf32_emulated": 1e-3}
 
 
 class ShampooRule(KroneckerRule):
@@ -62,6 +64,11 @@ class ShampooRule(KroneckerRule):
         start = group["start_preconditioning_step"]
         if not (isinstance(start, int) and start >= 1):
             raise ValueError(f"start_preconditioning_step={start!r} must be a whole number, at least 1")
+        if group["root_solver"] == "coupled_higher_order" and group["matmul_precision"] != "highest":
+            raise ValueError("root_solver='coupled_higher_order' needs matmul_precision='highest'")
+        relative = group["relative_epsilon"]
+        if relative is not None and not 0.0 <= relative < 1.0:
+            raise ValueError(f"relative_epsilon={relative} must be in [0, 1), or None for what the solver needs")
         if not group["epsilon"] >= 0.0:
             raise ValueError(f"epsilon={group['epsilon']} must not be negative")
 
@@ -173,11 +180,13 @@ class ShampooRule(KroneckerRule):
         failures = []
         for d, inputs in snapshot.by_dimension.items():
             factor = inputs["factor"]
+            solver, relative_epsilon = self._solver(factor, group)
             root = partial(
                 inverse_root,
                 exponent=self.exponent(len(snapshot.by_dimension), group),
                 epsilon=group["epsilon"],
-                solver=self._solver(factor, group),
+                solver=solver,
+                relative_epsilon=relative_epsilon,
                 precision=group["matmul_precision"],
             )
             outcome = with_ladder(root, factor)
@@ -192,11 +201,13 @@ class ShampooRule(KroneckerRule):
             root[rows] = torch.where(keep.view(-1, 1, 1), root[rows], parts["root"].to(root.dtype))
 
     @staticmethod
-    def _solver(factor: Tensor, group: Group) -> RootSolver:
-        solver: RootSolver | Literal["auto"] = group["root_solver"]
-        if solver != "auto":
-            return solver
-        return "coupled_newton" if factor.is_cuda else "eigh"
+    def _solver(factor: Tensor, group: Group) -> tuple[RootSolver, float]:
+        """The solver and the relative epsilon that it runs with."""
+        chosen: RootSolver | Literal["auto"] = group["root_solver"]
+        solver: RootSolver = ("coupled_newton" if factor.is_cuda else "eigh") if chosen == "auto" else chosen
+        if group["relative_epsilon"] is not None:
+            return solver, group["relative_epsilon"]
+        return solver, 0.0 if solver == "eigh" else _RELATIVE_EPSILON[group["matmul_precision"]]
 
     def _precondition(self, block: BlockState, m: Tensor, graft: Tensor, group: Group, clock: Clock) -> Tensor:
         ready = self.refreshed_before(block, group, clock)
