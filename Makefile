@@ -21,8 +21,9 @@ $(VENV)/.installed-%: pyproject.toml
 	$(RUN) -m pip install --quiet --disable-pip-version-check -e '.[$*]'
 	@touch $@
 
+# Threads that wait sleep: by default they spin, which slows the demo several times on a machine that is busy elsewhere.
 demo: $(VENV)/.installed-examples ## pretrain a small Llama under AdamW and under Muon; loss table and demo-out/curves.png
-	$(RUN) examples/pretrain_demo.py $(DEMO_ARGS)
+	OMP_WAIT_POLICY=passive $(RUN) examples/pretrain_demo.py $(DEMO_ARGS)
 
 test: $(VENV)/.installed-test ## run the tests
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(RUN) -m pytest $(PYTEST_ARGS)
