@@ -77,7 +77,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._slots: dict[tuple[str, int], tuple[tuple[int, ...], ...]] = {}
         self._builder = GroupBuilder(
             {
-                "matrix": {"state_version": STATE_VERSION, **matrix_defaults},
+                "matrix": {"state_version": STATE_VERSION, "rule": rule.name, **matrix_defaults},
                 "aux": {"state_version": STATE_VERSION, **aux_defaults},
             },
             matrix_modules,

@@ -43,6 +43,11 @@ def matched(optimizer: MatrixOptimizer, state_dict: dict[str, Any]) -> dict[str,
         raise ValueError(
             f"the optimizer state has version {newest}, this hf_emopt reads up to {STATE_VERSION}: upgrade it"
         )
+    rules = {g["rule"] for g in saved_groups if "rule" in g} - {optimizer.rule.name}
+    if rules:
+        raise ValueError(
+            f"the optimizer state is of {', '.join(sorted(rules))}, this optimizer is {optimizer.rule.name}"
+        )
     if len(saved_groups) != len(optimizer.param_groups):
         raise ValueError(
             f"the optimizer state has {len(saved_groups)} parameter groups, this optimizer {len(optimizer.param_groups)} "

@@ -348,6 +348,14 @@ def test_a_bad_step_changes_no_state(cls, policy: str) -> None:
                 torch.testing.assert_close(value, before[index][key], rtol=1e-6, atol=1e-8)
 
 
+def test_state_of_a_sibling_is_refused_by_name() -> None:
+    """Shampoo and KL-Shampoo keep tensors of the same shapes that mean different things."""
+    params, optimizer = make(hf_emopt.Shampoo)
+    run(params, optimizer, range(2))
+    with pytest.raises(ValueError, match="is of shampoo, this optimizer is kl_shampoo"):
+        make(hf_emopt.KLShampoo)[1].load_state_dict(optimizer.state_dict())
+
+
 # ---------------------------------------------------------------------- dtypes and memory
 
 

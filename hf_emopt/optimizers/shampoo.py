@@ -16,7 +16,7 @@ from hf_emopt.rules.base import Group
 from hf_emopt.rules.factor_storage import FactorStorageName
 from hf_emopt.rules.kronecker import Oversize, Refresh
 from hf_emopt.rules.masters import LowPrecisionWeights
-from hf_emopt.rules.shampoo import Grafting, ShampooRule
+from hf_emopt.rules.shampoo import Grafting, KLShampooRule, ShampooRule
 
 __all__ = ["KLShampoo", "Shampoo"]
 
@@ -141,7 +141,7 @@ class Shampoo(MatrixOptimizer):
         }
         super().__init__(
             params,
-            ShampooRule(),
+            KLShampooRule() if self._kl else ShampooRule(),
             matrix,
             aux_defaults(matrix, aux_lr, aux_betas, aux_eps, aux_weight_decay),
             matrix_modules=matrix_modules,

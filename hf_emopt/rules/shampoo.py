@@ -28,7 +28,7 @@ from hf_emopt.rules.kronecker import (
     unfold,
 )
 
-__all__ = ["GRAFTING", "Grafting", "ShampooRule"]
+__all__ = ["GRAFTING", "Grafting", "KLShampooRule", "ShampooRule"]
 
 Grafting = Literal["adam", "rmsprop", "adagrad", "sgd", "none"]
 GRAFTING: tuple[str, ...] = ("adam", "rmsprop", "adagrad", "sgd", "none")
@@ -249,6 +249,12 @@ class ShampooRule(KroneckerRule):
             f"{group['start_preconditioning_step']} ({group['refresh']}), blocks of {group['max_preconditioner_dim']}; "
             f"grafting {group['grafting']}: " + _size_of(group["grafting"])
         )
+
+
+class KLShampooRule(ShampooRule):
+    """Shampoo with ``kl=True``; a rule of its own because its factors mean something else."""
+
+    name: ClassVar[str] = "kl_shampoo"
 
 
 def _size_of(grafting: str) -> str:
