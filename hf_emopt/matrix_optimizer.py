@@ -300,7 +300,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
                     storage[key][rows] = value
             for part, (k, unit) in zip(out.split([unit.shape[0] for _, unit in jobs]), jobs):
                 unit.insert(updates[k], part)
-        torch._foreach_add_([s["step"] for s in states], 1.0 if ok is None else ok.float())
+        counted = torch.ones((), device=chosen[0].device) if ok is None else ok.float()
+        # A list, since adding one tensor to many makes torch wait for the device to read it.
+        torch._foreach_add_([s["step"] for s in states], [counted] * len(states))
         warmup = self.rule.warmup_rounds(group)
         moving = [k for k in range(len(chosen)) if rounds[k] > warmup]
         apply_updates(

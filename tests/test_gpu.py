@@ -23,10 +23,10 @@ RULES = {
 SHAPES = ((96, 64), (64, 96), (96, 64), (40, 72), (64,))
 
 
-def make(rule: str, device: str, dtype: torch.dtype = torch.float32, **extra):
+def make(rule: str, device: str, dtype: torch.dtype = torch.float32, shapes=SHAPES, **extra):
     cls, options = RULES[rule]
     generator = torch.Generator().manual_seed(0)
-    params = [nn.Parameter((0.1 * torch.randn(s, generator=generator)).to(device, dtype)) for s in SHAPES]
+    params = [nn.Parameter((0.1 * torch.randn(s, generator=generator)).to(device, dtype)) for s in shapes]
     return params, cls(params, lr=0.01, weight_decay=0.1, **{**options, **extra})
 
 
@@ -44,7 +44,9 @@ def run(params, optimizer, steps: range) -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_the_gpu_agrees_with_the_cpu(rule: str) -> None:
-    (cpu, a), (gpu, b) = make(rule, "cpu"), make(rule, "cuda")
+    # The first factor of a side that is longer than the other has a null space, in which every basis is an eigenbasis.
+    shapes = ((64, 64), (96, 96), (64, 64), (64,)) if rule == "soap" else SHAPES
+    (cpu, a), (gpu, b) = make(rule, "cpu", shapes=shapes), make(rule, "cuda", shapes=shapes)
     start = [p.detach().clone() for p in cpu]
     run(cpu, a, range(8)), run(gpu, b, range(8))
     for p, q, w in zip(cpu, gpu, start):
