@@ -16,6 +16,7 @@ from hf_emopt.distributed.plan import (
     MAX_BUCKET_NUMEL,
     Batch,
     Bucket,
+    Matrix,
     Plan,
     PlannedParameter,
     assign_slots,
@@ -74,7 +75,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._plan: Plan | None = None
         self._planned_for: tuple[Any, ...] = ()
         self._unit_states: dict[tuple[int, int], State] = {}
-        self._slots: dict[tuple[str, int], tuple[tuple[int, ...], ...]] = {}
+        self._slots: dict[Matrix, tuple[int, ...]] = {}
         self._builder = GroupBuilder(
             {
                 "matrix": {"state_version": STATE_VERSION, "rule": rule.name, **matrix_defaults},
@@ -193,18 +194,20 @@ class MatrixOptimizer(torch.optim.Optimizer):
             self._slots = self._assign_slots(self._plan)
         return self._plan
 
-    def _assign_slots(self, plan: Plan) -> dict[tuple[str, int], tuple[tuple[int, ...], ...]]:
+    def _assign_slots(self, plan: Plan) -> dict[Matrix, tuple[int, ...]]:
         """When, within its period, each piece of a rule's periodic work is done."""
-        slots: dict[tuple[str, int], tuple[tuple[int, ...], ...]] = {}
+        slots: dict[Matrix, tuple[int, ...]] = {}
         for index, group in enumerate(self.param_groups):
-            costs = {
-                (p.name, u): [self.rule.periodic_costs(*unit.shape[1:], group)] * unit.shape[0]
+            batches = [
+                (
+                    [(bucket.parameters[i].name, u, b) for (i, u), n in zip(batch.jobs, batch.sizes) for b in range(n)],
+                    self.rule.periodic_costs(*batch.shape, group),
+                )
                 for bucket in plan.buckets
                 if bucket.group == index
-                for p in bucket.parameters
-                for u, unit in enumerate(p.units)
-            }
-            slots |= assign_slots(costs, self.rule.period(group)) if costs else {}
+                for batch in bucket.batches
+            ]
+            slots |= assign_slots(batches, self.rule.period(group)) if batches else {}
         return slots
 
     def planned_parameters(self) -> list[PlannedParameter]:
@@ -330,7 +333,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         jobs = [(i, u, size) for (i, u), size in zip(batch.jobs, batch.sizes) if i in row_of]
         return Clock(
             tuple(rounds[row_of[i]] for i, _, size in jobs for _ in range(size)),
-            tuple(slots for i, u, _ in jobs for slots in self._slots[bucket.parameters[i].name, u]),
+            tuple(self._slots[bucket.parameters[i].name, u, b] for i, u, size in jobs for b in range(size)),
             key,
         )
 

@@ -191,25 +191,27 @@ class KroneckerRule(MatrixRule):
         return 1
 
     def due(self, block: BlockState, group: Group, clock: Clock) -> tuple[list[int], list[int]]:
-        """Blocks (flat indices) to refresh now: those that have never been, and the others."""
+        """Blocks (flat indices) to refresh now: those that have never been, and the others.
+
+        The first time is the same for all: to spread work that is done once saves no time, and blocks would go without.
+        """
         period, start = self.period(group), self.first_round(group)
         first: list[int] = []
         again: list[int] = []
         for i, rounds in enumerate(clock.rounds):
+            if rounds < start:
+                continue
             for j in range(block.count):
-                slot = self._slot(block, group, clock, i, j)
-                if rounds >= start and (rounds - start) % period == slot:
-                    (first if rounds < start + period else again).append(i * block.count + j)
+                if rounds == start:
+                    first.append(i * block.count + j)
+                elif (rounds - start) % period == self._slot(block, group, clock, i, j):
+                    again.append(i * block.count + j)
         return first, again
 
     def refreshed_before(self, block: BlockState, group: Group, clock: Clock) -> list[bool]:
-        """For each block, whether a refresh of it has been put to use, one in this round counted."""
-        start = self.first_round(group) + self.delay(group)
-        return [
-            rounds >= start + self._slot(block, group, clock, i, j)
-            for i, rounds in enumerate(clock.rounds)
-            for j in range(block.count)
-        ]
+        """For each block, whether it has had a refresh, one in this round counted."""
+        start = self.first_round(group)
+        return [rounds >= start for rounds in clock.rounds for _ in range(block.count)]
 
     def _slot(self, block: BlockState, group: Group, clock: Clock, i: int, j: int) -> int:
         return 0 if group["refresh"] == "synchronous" else clock.slots[i][block.first_piece + j]
@@ -320,8 +322,8 @@ class KroneckerRule(MatrixRule):
             if not chosen:
                 continue
             rows = self.rows(chosen, block)
-            if in_background:
-                self._launch(block, chosen, rows, first, group, ok, clock)
+            if in_background and not first:
+                self._launch(block, chosen, rows, group, ok, clock)
             else:
                 self.refresh_now(block, rows, group, first, ok)
 
@@ -343,7 +345,6 @@ class KroneckerRule(MatrixRule):
         block: BlockState,
         chosen: list[int],
         rows: Tensor,
-        first: bool,
         group: Group,
         ok: Tensor | None,
         clock: Clock,
@@ -354,9 +355,9 @@ class KroneckerRule(MatrixRule):
         options = dict(group)  # as it is now; the learning rate and its like may change meanwhile
         skipped = None if ok is None else ~ok
         if clock.key is None:  # some of the batch are absent, and this state is a copy: no place to deliver to later
-            self._deliver(block, rows, self.compute(snapshot, options, first), skipped)
+            self._deliver(block, rows, self.compute(snapshot, options, first=False), skipped)
             return
-        future = self._background.submit(block.grads.device, lambda: self.compute(snapshot, options, first))
+        future = self._background.submit(block.grads.device, lambda: self.compute(snapshot, options, first=False))
         self._flights.setdefault(clock.key, []).append((block, rows, future, skipped))
 
     def _deliver(self, block: BlockState, rows: Tensor, new: Refreshed, skipped: Tensor | None) -> None:

@@ -44,8 +44,8 @@ class SoapRule(KroneckerRule):
     The gradient is projected with the basis of earlier gradients: a basis that has just seen the gradient finds it where
     the second moment is near zero, and steps of ten times the learning rate follow.
 
-    Two things differ from the reference by default. A matrix starts in the identity basis, as Adam, and each block gets
-    its first basis at its own place in the first period, so no step is lost and none is long. And the second moment is
+    Two things differ from the reference by default. A matrix starts in the identity basis, as Adam, so no step is lost;
+    after the first step all blocks have a basis, and later ones are spread over the period. And the second moment is
     carried through a turn ``R = Q_old^T Q_new`` as ``(R*R)^T V' (R*R)``, the exact second moment of uncorrelated
     coordinates; where ``R`` is a permutation this is the reference's reordering.
     """
