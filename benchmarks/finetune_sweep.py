@@ -41,6 +41,7 @@ from transformers import (
     PrinterCallback,
     Trainer,
     TrainingArguments,
+    default_data_collator,
     set_seed,
 )
 
@@ -206,7 +207,7 @@ def run_point(task: Task, optim: str, learning_rate: float, seed: int) -> dict[s
         train_dataset=task.train,
         eval_dataset=task.held_out,
         processing_class=task.tokenizer,
-        data_collator=DataCollatorWithPadding(task.tokenizer) if classification else None,
+        data_collator=DataCollatorWithPadding(task.tokenizer) if classification else default_data_collator,
         compute_metrics=accuracy_and_f1 if classification else None,
     )
     trainer.remove_callback(PrinterCallback)  # one line a point is printed instead
@@ -239,7 +240,7 @@ def before_training(task: Task, seed: int) -> dict[str, float]:
         args=args,
         eval_dataset=task.held_out,
         processing_class=task.tokenizer,
-        data_collator=DataCollatorWithPadding(task.tokenizer) if classification else None,
+        data_collator=DataCollatorWithPadding(task.tokenizer) if classification else default_data_collator,
         compute_metrics=accuracy_and_f1 if classification else None,
     )
     return {key: value for key, value in trainer.evaluate().items() if key.startswith("eval_") and "_per_" not in key}

@@ -27,6 +27,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     Trainer,
     TrainingArguments,
+    default_data_collator,
     set_seed,
 )
 
@@ -177,6 +178,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
             pack_blocks(held_out_runs, tokenizer, data_args.block_size, data_args.max_eval_blocks)
         ),
         processing_class=tokenizer,
+        data_collator=default_data_collator,  # blocks are of one length; a tokenizer without padding token must do
     )
     result = trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
     trainer.save_model()

@@ -212,8 +212,10 @@ def unwrap_optimizer(optimizer: Any) -> MatrixOptimizer | None:
     return optimizer if isinstance(optimizer, MatrixOptimizer) else None
 
 
-def group_learning_rates(optimizer: MatrixOptimizer) -> dict[str, float]:
+def group_learning_rates(optimizer: MatrixOptimizer, peak: bool = False) -> dict[str, float]:
     """Learning rates by kind of parameter group, ``{"lr/matrix": ..., "lr/aux": ...}``, as they are now.
+
+    With ``peak``, as the user gave them: what a scheduler warms up to.
 
     Groups of one kind that started from the same rate and still have it (with and without weight decay, say) are one
     entry; any other is added under its own name.
@@ -229,7 +231,7 @@ def group_learning_rates(optimizer: MatrixOptimizer) -> dict[str, float]:
         if key in rates:
             key = f"{key}.{index}"
         rates[key], starts[key] = rate, start
-    return rates
+    return starts if peak else rates
 
 
 class EmoptCallback(TrainerCallback):
@@ -297,7 +299,8 @@ def summary(optimizer: MatrixOptimizer) -> str:
     routes = optimizer.routes
     total = routes.matrix_numel + routes.aux_numel
     share = 100.0 * routes.matrix_numel / max(total, 1)
-    rates = ", ".join(f"{key[3:]} lr {rate:.3g}" for key, rate in group_learning_rates(optimizer).items())
+    # A scheduler that warms up has set the rates to zero by now; "initial_lr" is what it warms up to.
+    rates = ", ".join(f"{key[3:]} lr {rate:.3g}" for key, rate in group_learning_rates(optimizer, peak=True).items())
     rule = next((optimizer.rule.describe(g) for g in optimizer.param_groups if g["kind"] == "matrix"), "no matrix rule")
     units = sum(unit.shape[0] for route in routes.matrices for unit in route.units)
     return (
