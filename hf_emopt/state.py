@@ -46,7 +46,8 @@ def matched(optimizer: MatrixOptimizer, state_dict: dict[str, Any]) -> dict[str,
     rules = {g["rule"] for g in saved_groups if "rule" in g} - {optimizer.rule.name}
     if rules:
         raise ValueError(
-            f"the optimizer state is of {', '.join(sorted(rules))}, this optimizer is {optimizer.rule.name}"
+            f"another optimizer saved it: the optimizer state is of {', '.join(sorted(rules))}, this optimizer is "
+            f"{optimizer.rule.name}"
         )
     if len(saved_groups) != len(optimizer.param_groups):
         raise ValueError(
