@@ -186,6 +186,22 @@ class KroneckerRule(MatrixRule):
             for _ in range(c.count)
         )
 
+    def block_flops(self, m: int, n: int, group: Group, products: int, refresh_products: int) -> int:
+        """Floating-point operations of an ``m x n`` matrix in a step, averaged over a period.
+
+        Args:
+            products: products of a block with a square matrix on each preconditioned side, in every step.
+            refresh_products: products of two such square matrices, once a period.
+        """
+        total = 0
+        for c in self.grid((m, n), group).classes:
+            sides = [s for s in c.sizes if self.has_factor(s, group)]
+            numel = math.prod(c.sizes)
+            total += c.count * sum(
+                2 * products * numel * s + 2 * refresh_products * s**3 // self.period(group) for s in sides
+            )
+        return total
+
     def first_round(self, group: Group) -> int:
         """The round in which a synchronous schedule refreshes for the first time."""
         return 1

@@ -234,13 +234,8 @@ class ShampooRule(KroneckerRule):
         return update.add(buffer, alpha=mu) if group["nesterov"] else buffer.clone()
 
     def cost(self, m: int, n: int, group: Group) -> int:
-        total = 0
-        for c in self.grid((m, n), group).classes:
-            numel = c.sizes[0] * c.sizes[1]
-            sides = [s for s in c.sizes if self.has_factor(s, group)]
-            # Factor and preconditioning are a product each; a root is some twenty products of its size, once a period.
-            total += c.count * sum(4 * numel * s + 40 * s**3 // self.period(group) for s in sides)
-        return total
+        # Factor and preconditioning are a product each; a root is some twenty products of its size, once a period.
+        return self.block_flops(m, n, group, products=2, refresh_products=20)
 
     def describe(self, group: Group) -> str:
         kind = "KL-Shampoo" if group["kl"] else "Shampoo"

@@ -217,13 +217,8 @@ class SoapRule(KroneckerRule):
     # ------------------------------------------------------------------ figures
 
     def cost(self, m: int, n: int, group: Group) -> int:
-        total = 0
-        for c in self.grid((m, n), group).classes:
-            numel = c.sizes[0] * c.sizes[1]
-            sides = [s for s in c.sizes if self.has_factor(s, group)]
-            # Projection, back-projection and factor are a product each; a refresh is some four products a side.
-            total += c.count * sum(6 * numel * s + 8 * s**3 // self.period(group) for s in sides)
-        return total
+        # Projection, back-projection and factor are a product each; a refresh is some four products a side.
+        return self.block_flops(m, n, group, products=3, refresh_products=4)
 
     def describe(self, group: Group) -> str:
         cap = "" if group["max_update_rms"] is None else f", update RMS capped at {group['max_update_rms']:g}"
