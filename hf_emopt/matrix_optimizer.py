@@ -16,12 +16,11 @@ from hf_emopt.distributed.plan import (
     MAX_BUCKET_NUMEL,
     Batch,
     Bucket,
-    Matrix,
     Plan,
     PlannedParameter,
-    assign_slots,
     make_plan,
 )
+from hf_emopt.distributed.slots import Matrix, assign_slots
 from hf_emopt.groups import GroupBuilder, ParamsArgument, describe_torch_group, unpack_units
 from hf_emopt.routing.route import ParameterRoute, RouteTable, coverage_warning
 from hf_emopt.rules.base import Clock, Group, MatrixRule

@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from hf_emopt.distributed.plan import PlannedParameter, assign_owners, assign_slots, make_plan
+from hf_emopt.distributed.plan import PlannedParameter, assign_owners, make_plan
+from hf_emopt.distributed.slots import assign_slots
 from hf_emopt.routing.unit import Unit
 
 
