@@ -1,0 +1,245 @@
+"""Runs functions on several ranks of one gloo process group, and turns every way of failing into a test failure.
+
+A :class:`World` keeps its processes and its process group between cases, so that a case costs milliseconds and is still
+a test of its own. A case is a module-level function of keyword arguments, called on every rank at once. A rank that
+raises, dies or does not come back fails the case with every rank's traceback, or with its stack where it hangs; the
+processes are then killed and the next case gets new ones, since nobody knows what a broken group still has in flight.
+
+Processes are forked from a server that has imported the package and does nothing else, so a new world takes no imports.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import importlib
+import io
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+__all__ = ["RankFailure", "World", "Worlds"]
+
+TIMEOUT = 120.0
+"""Seconds that a case may take: a hang is a failure."""
+
+GRACE = 10.0
+"""Seconds that the other ranks get to report after one has failed."""
+
+START_TIMEOUT = 180.0
+"""Seconds to import the package once and to form a process group."""
+
+
+class RankFailure(AssertionError):
+    """A case failed on some rank; the message has every rank's traceback or stack."""
+
+
+@dataclass
+class _Rank:
+    process: Any
+    pipe: Connection
+    stack_file: Path
+
+
+@dataclass
+class World:
+    """``size`` processes in one gloo group.
+
+    Attributes:
+        size: number of ranks.
+        timeout: seconds that a case may take before all ranks are killed.
+        grace: seconds that the others get once one rank has failed.
+        starts: how often processes were started, 1 as long as no case has failed.
+    """
+
+    size: int
+    timeout: float = TIMEOUT
+    grace: float = GRACE
+    starts: int = 0
+    _ranks: list[_Rank] = field(default_factory=list)
+    _folder: Path | None = None
+
+    def run(self, function: Callable[..., Any], /, **kwargs: Any) -> list[Any]:
+        """Calls ``function(**kwargs)`` on every rank and returns what each rank returned, by rank.
+
+        Args:
+            function: importable by name; its result may hold tensors, and is copied.
+            kwargs: picklable.
+
+        Raises:
+            RankFailure: when a rank raised, died or did not return in time.
+        """
+        if not self._ranks:
+            self._start()
+        task = pickle.dumps((function.__module__, function.__qualname__, kwargs))
+        for rank in self._ranks:
+            rank.pipe.send_bytes(task)
+        return self._collect(f"{function.__qualname__}({', '.join(f'{k}={v!r}' for k, v in kwargs.items())})")
+
+    def _collect(self, what: str, timeout: float | None = None) -> list[Any]:
+        results: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        limit = self.timeout if timeout is None else timeout
+        deadline = time.monotonic() + limit
+        waiting = dict(enumerate(self._ranks))
+        while waiting and (remaining := deadline - time.monotonic()) > 0:
+            ready = wait([r.pipe for r in waiting.values()], timeout=remaining)
+            for number, rank in list(waiting.items()):
+                if rank.pipe not in ready:
+                    continue
+                del waiting[number]
+                try:
+                    succeeded, value = _loads(rank.pipe.recv_bytes())
+                except (EOFError, OSError):
+                    rank.process.join(5)
+                    succeeded, value = False, f"the process died with exit code {rank.process.exitcode}"
+                if succeeded:
+                    results[number] = value
+                else:
+                    failures[number] = value
+                    deadline = min(deadline, time.monotonic() + self.grace)
+        if not waiting and not failures:
+            return [results[number] for number in range(self.size)]
+        for number, stack in self._stacks(list(waiting)).items():
+            failures[number] = f"still running after {limit:.0f} s at most; its stack:\n{stack}"
+        self.kill()
+        lines = [f"{what} failed on ranks {sorted(failures)} of {self.size}"]
+        for number in range(self.size):
+            lines.append(f"--- rank {number}: {failures.get(number, 'returned')}")
+        raise RankFailure("\n".join(lines))
+
+    def _stacks(self, numbers: list[int]) -> dict[int, str]:
+        """Where each of these ranks is, by faulthandler, which needs no cooperation of the interpreter."""
+        for number in numbers:
+            if self._ranks[number].process.is_alive():
+                os.kill(self._ranks[number].process.pid, signal.SIGUSR1)
+        if numbers:
+            time.sleep(1)
+        return {n: self._ranks[n].stack_file.read_text() or "(it wrote none)" for n in numbers}
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        # What every case imports anyway. Modules of the package that start threads would break forking; none does.
+        context.set_forkserver_preload(["torch.distributed.fsdp", "accelerate", "hf_emopt"])
+        self._folder = Path(tempfile.mkdtemp(prefix="world"))
+        self.starts += 1
+        for number in range(self.size):
+            ours, theirs = context.Pipe()
+            stack_file = self._folder / f"stack{number}"
+            stack_file.touch()
+            process = context.Process(
+                target=_rank_main,
+                args=(number, self.size, theirs, str(self._folder / "store"), str(stack_file), list(sys.path)),
+                daemon=True,
+            )
+            # The server inherits the environment of the moment at which the first process is started.
+            os.environ.setdefault("OMP_NUM_THREADS", "1")
+            process.start()
+            theirs.close()
+            self._ranks.append(_Rank(process, ours, stack_file))
+        self._collect("forming the process group", START_TIMEOUT)
+
+    def kill(self) -> None:
+        """Ends all processes at once; the next case starts new ones."""
+        for rank in self._ranks:
+            rank.process.kill()
+        for rank in self._ranks:
+            rank.process.join()
+            rank.pipe.close()
+        self._ranks.clear()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class Worlds:
+    """Worlds by size, started when first needed."""
+
+    def __init__(self) -> None:
+        self._by_size: dict[int, World] = {}
+
+    def __getitem__(self, size: int) -> World:
+        return self._by_size.setdefault(size, World(size))
+
+    def kill(self) -> None:
+        for world in self._by_size.values():
+            world.kill()
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def _dumps(value: Any) -> bytes:
+    import torch
+
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _loads(data: bytes) -> Any:
+    import torch
+
+    return torch.load(io.BytesIO(data), weights_only=False)
+
+
+def _rank_main(number: int, size: int, pipe: Connection, store: str, stack_file: str, path: list[str]) -> None:
+    """Main function of a process: joins the group, then runs cases until it is killed or the pipe is closed."""
+    with open(stack_file, "w") as file:
+        faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+        # What torchrun would set, for libraries that read it.
+        os.environ.update(
+            RANK=str(number), LOCAL_RANK=str(number), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size),
+            MASTER_ADDR="127.0.0.1", MASTER_PORT="29500", GLOO_SOCKET_IFNAME="lo", HF_HUB_OFFLINE="1",
+        )  # fmt: skip
+        sys.path[:] = path
+        try:
+            _form_group(number, size, store)
+            pipe.send_bytes(_dumps((True, None)))
+            while True:
+                _run_case(pipe, *pickle.loads(pipe.recv_bytes()))
+        except EOFError:
+            pass
+        except BaseException:
+            pipe.send_bytes(_dumps((False, traceback.format_exc())))
+            raise
+
+
+def _form_group(number: int, size: int, store: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    # A store in a file needs no port, so nobody else can take it. Collectives give up after the case's own limit, so that
+    # a hang shows as a stack of every rank and not as a time-out of one.
+    dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=number, world_size=size)
+    dist.barrier()
+
+
+def _run_case(pipe: Connection, module: str, qualname: str, kwargs: dict[str, Any]) -> None:
+    import torch
+
+    try:
+        torch.manual_seed(0)
+        function = importlib.import_module(module)
+        for part in qualname.split("."):
+            function = getattr(function, part)
+        answer = _dumps((True, function(**kwargs)))  # type: ignore[operator]
+    except BaseException:
+        answer = _dumps((False, traceback.format_exc()))
+    gc.collect()
+    pipe.send_bytes(answer)
