@@ -16,6 +16,7 @@ __all__ = [
     "check_batch",
     "eye_like",
     "finite_blocks",
+    "largest_entry",
     "power_of_two_scale",
     "random_probes",
     "relative_norm",
@@ -39,8 +40,14 @@ def check_batch(a: Tensor, name: str, caller: str) -> None:
 
 def finite_blocks(*tensors: Tensor) -> Tensor:
     """``(N,)`` bool: every number of a block, in every tensor ``(N, ...)``, is finite."""
-    first, *rest = (x.isfinite().reshape(x.shape[0], math.prod(x.shape[1:])).all(-1) for x in tensors)
+    first, *rest = (largest_entry(x) < math.inf for x in tensors)  # false for NaN
     return functools.reduce(torch.logical_and, rest, first)
+
+
+def largest_entry(x: Tensor) -> Tensor:
+    """``(N,)``: the largest absolute value of each block ``(N, ...)``, NaN if there is one; 0 for blocks without entries."""
+    flat = x.abs().reshape(x.shape[0], math.prod(x.shape[1:]))
+    return flat.amax(-1) if flat.shape[-1] else flat.new_zeros(flat.shape[0])
 
 
 def eye_like(a: Tensor) -> Tensor:
@@ -48,15 +55,17 @@ def eye_like(a: Tensor) -> Tensor:
     return torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
 
 
-def power_of_two_scale(a: Tensor) -> Tensor:
-    """``(N, 1, 1)`` powers of two of the size of each block's largest entry; 1 for zero blocks.
+def power_of_two_scale(peak: Tensor) -> Tensor:
+    """``(N, 1, 1)`` powers of two of the size of the largest entries ``(N,)``; 1 for zeros and what is not finite.
 
     Division by it is exact, and after it no square of a significant entry over- or underflows.
     """
-    peak = a.abs().flatten(1).amax(-1) if a.shape[-1] else a.new_ones(a.shape[0])
-    lowest, highest = (-125, 127) if a.dtype == torch.float32 else (-1021, 1023)
-    exponent = torch.frexp(peak).exponent.clamp(lowest, highest)
-    scale = torch.ldexp(torch.ones_like(peak), exponent - 1)
+    # The exponent's bits alone are the power of two at or below a number.
+    kind, mask, highest = (
+        (torch.int32, 0x7F800000, 126) if peak.dtype == torch.float32 else (torch.int64, 0x7FF << 52, 1022)
+    )
+    peak = peak.nan_to_num(nan=0.0, posinf=0.0)
+    scale = (peak.view(kind) & mask).view(peak.dtype).clamp(torch.finfo(peak.dtype).tiny, 2.0**highest)
     return scale.masked_fill(peak == 0, 1.0).reshape(-1, 1, 1)
 
 

@@ -18,6 +18,7 @@ from hf_emopt.linalg.batches import (
     check_batch,
     eye_like,
     finite_blocks,
+    largest_entry,
     power_of_two_scale,
     random_probes,
     relative_norm,
@@ -100,6 +101,7 @@ def refresh_eigenbasis(
     precision: Precision = "highest",
     orthogonality_tolerance: float | None = None,
     fallback: bool = True,
+    measure: bool = True,
 ) -> EigenbasisRefresh:
     """An orthonormal basis that diagonalises ``A`` better than the old one does.
 
@@ -127,6 +129,8 @@ def refresh_eigenbasis(
         orthogonality_tolerance: largest ``orthogonality``. ``None``: 2e-5 in float32, 1e-10 in float64.
         fallback: blocks that are less orthogonal, or not finite, are computed again by QR and, if that fails too, by
             ``eigh``. ``False``: reported as failed.
+        measure: fill ``eigenvalues_estimate`` and ``off_diagonal``, which takes a product with the new basis. ``False``:
+            the former are those of the old basis, its columns sorted, and the latter 0.
 
     Reads one ``(N,)`` tensor on the host, to decide about the fallback (``fallback=False`` reads nothing). Decisions
     depend on the data alone.
@@ -141,27 +145,28 @@ def refresh_eigenbasis(
         order = torch.zeros(a.shape[:2], dtype=torch.int64, device=a.device)
         zeros, no = a.new_zeros(a.shape[0]), a.new_zeros(a.shape[0], dtype=torch.bool)
         return EigenbasisRefresh(q_old.clone(), a.new_zeros(a.shape[:2]), order, zeros, zeros, no, no)
-    finite = finite_blocks(a)
-    work = torch.where(finite.reshape(-1, 1, 1), a, eye_like(a))
-    scale = power_of_two_scale(work)
-    work = work / scale
+    peak = largest_entry(a)
+    finite = peak < math.inf
+    scale = power_of_two_scale(peak)
+    work = torch.where(finite.reshape(-1, 1, 1), a, eye_like(a)) / scale
     limit = orthogonality_tolerance or (2e-5 if a.dtype == torch.float32 else 1e-10)
     with matmul_precision("highest"):
         start = _measure(work, q_old, precision)
         # Columns whose estimate is noise are not sorted by it: they stay where they are. The programs that "qr" and
         # "eigh" follow do sort them.
-        floor = _shift(work, precision) if method in ("orthogonal_iteration", "first_order") else None
-        start, permutation = _sort_columns(start, floor)
-        basis = _iterate(work, start, method, iterations, tolerance, precision)
+        shift = _shift(work, precision)
+        start, permutation = _sort_columns(start, shift if method in ("orthogonal_iteration", "first_order") else None)
+        basis = _iterate(work, start, shift, _Settings(method, iterations, tolerance, precision, measure))
         orthogonality = _orthogonality(basis.q)
         fell_back = torch.zeros_like(finite)
-        bad = _not_a_basis(basis, orthogonality, limit)
+        bad = ~(orthogonality <= limit)
         if fallback and method != "eigh" and bool(bad.any()):  # the one synchronisation
             rows = bad.nonzero().squeeze(-1)
             repaired = _fall_back(work[rows], start.rows(rows), limit)
             basis = basis.with_rows(rows, repaired)
             orthogonality = orthogonality.index_copy(0, rows, _orthogonality(repaired.q))
-            fell_back, bad = bad, _not_a_basis(basis, orthogonality, limit)
+            fell_back, bad = bad, ~(orthogonality <= limit)
+        off_diagonal = _off_diagonal(work, basis) if measure else torch.zeros_like(orthogonality)
 
     failed = bad | ~finite
     keep = failed.unsqueeze(-1)
@@ -170,7 +175,7 @@ def refresh_eigenbasis(
         q=torch.where(keep.unsqueeze(-1), q_old, basis.q),
         eigenvalues_estimate=basis.eigenvalues * scale.squeeze(-1),
         permutation=torch.where(keep, identity, permutation),
-        off_diagonal=basis.off_diagonal.masked_fill(~finite, math.inf),
+        off_diagonal=off_diagonal.masked_fill(~finite, math.inf),
         orthogonality=orthogonality,
         failed=failed,
         fell_back=fell_back & finite,
@@ -195,14 +200,20 @@ def _check_refresh(
         raise ValueError(f"tolerance must be >= 0, or None for exactly {iterations} iterations, got {tolerance}")
 
 
+class _Settings(NamedTuple):
+    method: RefreshMethod
+    iterations: int
+    tolerance: float | None
+    precision: Precision
+    measure: bool
+
+
 class _Basis(NamedTuple):
-    """A basis with its image ``A Q``, its Rayleigh quotients, and the relative norm of ``A Q - Q diag(...)``, which is the
-    off-diagonal norm of ``Q^T A Q`` (and, unlike ``|A|^2 - |diag|^2``, does not cancel)."""
+    """A basis with its image ``A Q`` and its Rayleigh quotients."""
 
     q: Tensor
     image: Tensor
     eigenvalues: Tensor
-    off_diagonal: Tensor
 
     def rows(self, rows: Tensor) -> _Basis:
         return _Basis(*(x[rows] for x in self))
@@ -213,8 +224,13 @@ class _Basis(NamedTuple):
 
 def _measure(a: Tensor, q: Tensor, precision: Precision) -> _Basis:
     image = product(a, q, precision)
-    eigenvalues = (q * image).sum(-2)
-    return _Basis(q, image, eigenvalues, relative_norm(image - q * eigenvalues.unsqueeze(-2), a))
+    return _Basis(q, image, (q * image).sum(-2))
+
+
+def _off_diagonal(a: Tensor, basis: _Basis) -> Tensor:
+    """``(N,)``: the relative norm of ``A Q - Q diag(...)``, which is the off-diagonal norm of ``Q^T A Q`` (and, unlike
+    ``|A|^2 - |diag|^2``, does not cancel)."""
+    return relative_norm(basis.image - basis.q * basis.eigenvalues.unsqueeze(-2), a)
 
 
 def _sort_columns(basis: _Basis, floor: Tensor | None) -> tuple[_Basis, Tensor]:
@@ -223,36 +239,35 @@ def _sort_columns(basis: _Basis, floor: Tensor | None) -> tuple[_Basis, Tensor]:
     eigenvalues = basis.eigenvalues.gather(-1, order)
     columns = order.unsqueeze(-2).expand_as(basis.q)
     q, image = basis.q.gather(-1, columns), basis.image.gather(-1, columns)
-    return _Basis(q, image, eigenvalues, basis.off_diagonal), order
+    return _Basis(q, image, eigenvalues), order
 
 
-def _iterate(
-    a: Tensor, basis: _Basis, method: RefreshMethod, iterations: int, tolerance: float | None, precision: Precision
-) -> _Basis:
-    for _ in range(iterations):
-        if tolerance is None:
-            basis = _measure(a, _step(a, basis, method, precision), precision)
+def _iterate(a: Tensor, basis: _Basis, shift: Tensor, settings: _Settings) -> _Basis:
+    precision = settings.precision
+    for iteration in range(settings.iterations):
+        if settings.tolerance is None:
+            q = _step(a, basis, shift, settings)
+            unmeasured = iteration + 1 == settings.iterations and not settings.measure
+            basis = basis._replace(q=q) if unmeasured else _measure(a, q, precision)
             continue
-        rows = (~(basis.off_diagonal <= tolerance)).nonzero().squeeze(-1)  # synchronises; NaN counts as not done
+        # Synchronises; NaN counts as not done.
+        rows = (~(_off_diagonal(a, basis) <= settings.tolerance)).nonzero().squeeze(-1)
         if rows.numel() == 0:
             break
         subset = a[rows]
-        basis = basis.with_rows(rows, _measure(subset, _step(subset, basis.rows(rows), method, precision), precision))
+        stepped = _step(subset, basis.rows(rows), shift[rows], settings)
+        basis = basis.with_rows(rows, _measure(subset, stepped, precision))
     return basis
 
 
-def _step(a: Tensor, basis: _Basis, method: RefreshMethod, precision: Precision) -> Tensor:
-    if method == "qr":
+def _step(a: Tensor, basis: _Basis, shift: Tensor, settings: _Settings) -> Tensor:
+    if settings.method == "qr":
         return torch.linalg.qr(basis.image).Q
-    if method == "eigh":
+    if settings.method == "eigh":
         return torch.linalg.eigh(a).eigenvectors.flip(-1)
-    if method == "first_order":
-        return _first_order(a, basis, precision)
-    return _orthogonal_iteration(a, basis, precision)
-
-
-def _not_a_basis(basis: _Basis, orthogonality: Tensor, limit: float) -> Tensor:
-    return ~(orthogonality <= limit) | ~finite_blocks(basis.q, basis.off_diagonal)
+    if settings.method == "first_order":
+        return _first_order(a, basis, shift, settings.precision)
+    return _orthogonal_iteration(basis, shift, settings.precision)
 
 
 def _orthogonality(q: Tensor) -> Tensor:
@@ -261,13 +276,15 @@ def _orthogonality(q: Tensor) -> Tensor:
 
 
 def _gram_error(q: Tensor, probes: Tensor) -> Tensor:
-    return relative_norm(q.mT @ (q @ probes) - probes, probes.expand(q.shape[0], -1, -1))
+    # The probes are signs, so their norm is known. A number in q that is not finite makes the error NaN or infinite.
+    error = torch.linalg.vector_norm(q.mT @ (q @ probes) - probes, dim=(-2, -1)) / math.sqrt(probes.numel())
+    return error.nan_to_num(nan=math.inf, posinf=math.inf)
 
 
 def _fall_back(a: Tensor, basis: _Basis, limit: float) -> _Basis:
     """QR of the shifted ``A Q``, and ``eigh`` where that is no basis either (the old one was none)."""
     result = _measure(a, torch.linalg.qr(basis.image + _shift(a, "highest") * basis.q).Q, "highest")
-    bad = _not_a_basis(result, _orthogonality(result.q), limit)
+    bad = ~(_orthogonality(result.q) <= limit)
     if bool(bad.any()):
         rows = bad.nonzero().squeeze(-1)
         exact = _measure(a[rows], torch.linalg.eigh(a[rows]).eigenvectors.flip(-1), "highest")
@@ -290,7 +307,7 @@ def _shift(a: Tensor, precision: Precision) -> Tensor:
     return _NOISE * unit * torch.where(bound == 0, 1.0, bound)
 
 
-def _orthogonal_iteration(a: Tensor, basis: _Basis, precision: Precision) -> Tensor:
+def _orthogonal_iteration(basis: _Basis, shift: Tensor, precision: Precision) -> Tensor:
     """The orthogonal factor of ``(A + s I) Q``, without a QR factorisation.
 
     Cholesky-QR of ``A Q`` itself fails even near the eigenbasis: the column of a small eigenvalue, turned away by a small
@@ -301,15 +318,15 @@ def _orthogonal_iteration(a: Tensor, basis: _Basis, precision: Precision) -> Ten
     """
     split = _at_least_split(precision)
     b = product(basis.q.mT, basis.image, precision)
-    b = 0.5 * (b + b.mT)
-    b.diagonal(dim1=-2, dim2=-1).add_(_shift(a, precision).squeeze(-1))
-    # Without the host: a block that is not positive definite comes out as no basis, and is found as such by the caller.
+    b.diagonal(dim1=-2, dim2=-1).add_(shift.squeeze(-1))
+    # Of b the factorization reads the lower triangle alone, so rounding that is not symmetric does no harm. Without the
+    # host: a block that is not positive definite comes out as no basis, and is found as such by the caller.
     x = torch.linalg.cholesky_ex(b).L
     x = x / torch.linalg.vector_norm(x, dim=-2, keepdim=True)
     gram = product(x.mT, x, split)
     # Shifted Cholesky-QR (Fukaya et al. 2020) bears a numerically singular Gram matrix. The Newton-Schulz step removes
     # the error, of the size of the shift, again.
-    gram.diagonal(dim1=-2, dim2=-1).add_(math.sqrt(a.shape[-1]) * unit_roundoff(a.dtype, split))
+    gram.diagonal(dim1=-2, dim2=-1).add_(math.sqrt(x.shape[-1]) * unit_roundoff(x.dtype, split))
     upper = torch.linalg.cholesky_ex(gram).L.mT
     rotation = torch.linalg.solve_triangular(upper, x, upper=True, left=False)
     return _orthonormalize(product(basis.q, rotation, split), precision)
@@ -324,18 +341,22 @@ def _orthonormalize(x: Tensor, precision: Precision) -> Tensor:
     float32, three in float64. In place of a second Cholesky pass, since a product is cheaper than a factorisation on a
     GPU. What remains is the error of ``X^T X``, which is therefore exact; the correction is small, and need not be."""
     for _ in range(1 if x.dtype == torch.float32 else 3):
-        error = eye_like(x) - product(x.mT, x, "highest")
-        x = x + 0.5 * product(x, error, _at_least_split(precision))
+        with matmul_precision("highest"):
+            error = torch.baddbmm(eye_like(x), x.mT, x, alpha=-1.0)
+            if precision == "highest" or x.dtype == torch.float64:
+                x = torch.baddbmm(x, x, error, alpha=0.5)
+                continue
+        x = torch.add(x, product(x, error, _at_least_split(precision)), alpha=0.5)
     return x
 
 
 # First-order rotation
 
 
-def _first_order(a: Tensor, basis: _Basis, precision: Precision) -> Tensor:
+def _first_order(a: Tensor, basis: _Basis, shift: Tensor, precision: Precision) -> Tensor:
     """``Q exp(S)`` to second order in the antisymmetric ``S``, then Newton-Schulz steps."""
     b = product(basis.q.mT, basis.image, precision)
-    s = _rotation_generator(0.5 * (b + b.mT), basis.eigenvalues, _shift(a, precision), spectral_bound(a))
+    s = _rotation_generator(0.5 * (b + b.mT), basis.eigenvalues, shift, spectral_bound(a))
     turn = product(basis.q, s, precision)
     x = basis.q + turn + 0.5 * product(turn, s, precision)
     return _orthonormalize(x, precision)

@@ -68,7 +68,12 @@ class LadderResult(Generic[ResultT]):
 
 
 @torch.no_grad()
-def with_ladder(fn: Callable[..., ResultT], a: Tensor, *aligned: Tensor) -> LadderResult[ResultT]:
+def with_ladder(
+    fn: Callable[..., ResultT],
+    a: Tensor,
+    *aligned: Tensor,
+    optimistic: Callable[..., ResultT] | None = None,
+) -> LadderResult[ResultT]:
     """``fn(a, *aligned)``, and for the blocks of which this fails, again in ever safer ways.
 
     A block fails when ``fn`` raises ``LinAlgError`` (then it is called for each block alone, to find which), when a
@@ -81,6 +86,9 @@ def with_ladder(fn: Callable[..., ResultT], a: Tensor, *aligned: Tensor) -> Ladd
             one device, which may be float64 and the CPU. Returns a tuple, or named tuple, of tensors ``(K, ...)``.
         a: ``(N, d, d)`` symmetric, float32 or float64; not changed.
         aligned: tensors ``(N, ...)`` that ``fn`` needs as well, an old basis for example.
+        optimistic: takes and returns what ``fn`` does, for all blocks and without reading the device: it gives up where
+            ``fn`` would look closer, and reports blocks that are not finite, or not solved, in a field ``failed``. These
+            alone are then given to ``fn``. Where there are none, the ladder's read is the only one.
 
     Reads one ``(N,)`` tensor on the host. The path of a block depends on its data alone, so ranks that hold the same block
     decide alike.
@@ -94,6 +102,8 @@ def with_ladder(fn: Callable[..., ResultT], a: Tensor, *aligned: Tensor) -> Ladd
         >>> roots = torch.where(outcome.failed[:, None, None], roots, outcome.value.value)
     """
     check_batch(a, "a", "with_ladder")
+    if optimistic is not None:
+        return _optimistic(fn, optimistic, a, aligned)
     finite = finite_blocks(a)
     safe = torch.where(finite.reshape(-1, 1, 1), a, eye_like(a))
     value, raised = _first_attempt(fn, safe, aligned)
@@ -117,6 +127,26 @@ def with_ladder(fn: Callable[..., ResultT], a: Tensor, *aligned: Tensor) -> Ladd
         _mark_failed(value, failed)
     report = LadderReport(len(state), nonfinite=len(nonfinite), failed=len(lost), **counts)
     return LadderResult(value, failed, tuple(lost), report)
+
+
+def _optimistic(
+    fn: Callable[..., ResultT], optimistic: Callable[..., ResultT], a: Tensor, aligned: Sequence[Tensor]
+) -> LadderResult[ResultT]:
+    value = optimistic(a, *aligned)
+    reported: Any = value
+    failed: Tensor = reported.failed
+    open_blocks = [index for index, bad in enumerate(failed.tolist()) if bad]  # the one synchronisation
+    if not open_blocks:
+        return LadderResult(value, failed, (), LadderReport(a.shape[0]))
+    rows = torch.tensor(open_blocks, device=a.device)
+    outcome = with_ladder(fn, a[rows], *(x[rows] for x in aligned))
+    solved = [field.index_copy(0, rows, part) for field, part in zip(value, outcome.value)]
+    return LadderResult(
+        _from_fields(value, solved),
+        failed.index_copy(0, rows, outcome.failed),
+        tuple(open_blocks[index] for index in outcome.failed_blocks),
+        outcome.report + LadderReport(a.shape[0] - len(open_blocks)),
+    )
 
 
 def _first_attempt(fn: Callable[..., ResultT], a: Tensor, aligned: Sequence[Tensor]) -> tuple[ResultT, frozenset[int]]:

@@ -20,6 +20,7 @@ from hf_emopt.linalg.batches import (
     check_batch,
     eye_like,
     finite_blocks,
+    largest_entry,
     power_of_two_scale,
     random_probes,
     relative_norm,
@@ -111,10 +112,10 @@ def inverse_root(
         empty = a.new_zeros(a.shape[0])
         return InverseRoot(a.clone(), empty, empty.bool(), empty.bool())
     dtype = compute_dtype or a.dtype
-    finite = finite_blocks(a)
-    work = torch.where(finite.reshape(-1, 1, 1), a, eye_like(a)).to(dtype)
-    scale = power_of_two_scale(work)
-    work = work / scale
+    peak = largest_entry(a)
+    finite = peak < math.inf
+    scale = power_of_two_scale(peak).to(dtype)
+    work = torch.where(finite.reshape(-1, 1, 1), a, eye_like(a)).to(dtype) / scale
     # float64 on the host side of the quotient: epsilon may be subnormal in float32.
     ridge = torch.maximum((epsilon / scale.double()).to(dtype), relative_epsilon * spectral_bound(work))
 
@@ -290,18 +291,17 @@ def _by_iteration(
     identity = eye_like(a)
     a = a + ridge * identity
     z = 1.0 / spectral_bound(a)
-    x, m = identity.expand_as(a).clone(), z * a
+    x, m = identity.expand_as(a), z * a
     unit = unit_roundoff(a.dtype, precision)
     floor = max(settings.tolerance or 0.0, 16 * unit)
     # What the ridge and the rounding of the input leave as the smallest eigenvalue of M_0; half of it, to be safe.
     lowest = 0.5 * min(1.0, max(settings.relative_epsilon, unit_roundoff(a.dtype, "highest")))
     active = ~_converged(m, identity, floor)
-    for polynomial in schedule(p, lowest, unit)[: settings.max_iterations]:
-        multiplier = _evaluate(polynomial, m, identity, precision)
-        mask = active.reshape(-1, 1, 1)
-        x = torch.where(mask, product(x, multiplier, precision), x)
+    for step, polynomial in enumerate(schedule(p, lowest, unit)[: settings.max_iterations]):
+        multiplier = _evaluate(polynomial, m, active, precision)
+        x = multiplier if step == 0 else _where_active(active, product(x, multiplier, precision), x, precision)
         # In exact arithmetic M is symmetric; its rounding errors that are not would grow.
-        m = torch.where(mask, _symmetric_part(product(_power(multiplier, p, precision), m, precision)), m)
+        m = _where_active(active, _symmetric_product(_power(multiplier, p, precision), m, precision), m, precision)
         active = active & ~_converged(m, identity, floor)
     x = _symmetric_part(x)
     x = x * (z.double() ** (1 / p)).to(x.dtype)
@@ -312,14 +312,31 @@ def _by_iteration(
     return value, residual, untrusted
 
 
-def _evaluate(polynomial: _Polynomial, m: Tensor, identity: Tensor, precision: Precision) -> Tensor:
-    """``c_0 I + c_1 M (+ c_2 M^2)``."""
-    value = polynomial[0] * identity + polynomial[1] * m
-    return value if len(polynomial) == 2 else value + polynomial[2] * product(m, m, precision)
+def _evaluate(polynomial: _Polynomial, m: Tensor, active: Tensor, precision: Precision) -> Tensor:
+    """``c_0 I + c_1 M (+ c_2 M^2)`` of the active blocks, and the identity of those that have converged."""
+    on = active.to(m.dtype).reshape(-1, 1, 1)
+    value = m * (polynomial[1] * on)
+    if len(polynomial) == 3:
+        value = value + (polynomial[2] * on) * product(m, m, precision)
+    value.diagonal(dim1=-2, dim2=-1).add_(((polynomial[0] - 1.0) * on + 1.0).squeeze(-1))
+    return value
+
+
+def _where_active(active: Tensor, new: Tensor, old: Tensor, precision: Precision) -> Tensor:
+    """Blocks that have converged stay as they are. An exact product with the identity did that already."""
+    return new if precision == "highest" else torch.where(active.reshape(-1, 1, 1), new, old)
+
+
+def _symmetric_product(a: Tensor, b: Tensor, precision: Precision) -> Tensor:
+    """The symmetric part of ``A B``; to the last bit ``B`` for the identity and symmetric ``B``."""
+    if precision == "highest":
+        half = torch.baddbmm(b, a, b, beta=0.0, alpha=0.5)
+        return half + half.mT
+    return _symmetric_part(product(a, b, precision))
 
 
 def _converged(m: Tensor, identity: Tensor, floor: float) -> Tensor:
-    return (m - identity).abs().flatten(1).amax(-1) <= floor  # False for NaN
+    return largest_entry(m - identity) <= floor  # False for NaN
 
 
 def _root_residual(a: Tensor, x: Tensor, p: int, probes: Tensor) -> Tensor:
