@@ -1,0 +1,145 @@
+"""Tile shapes by architecture and problem: a shipped table, measured where it says so, and no autotuning.
+
+A configuration is chosen by the nearest measured problem of the same architecture. Another table, written by
+``hf-emopt bench kernels --tune``, takes its place when ``HF_EMOPT_KERNEL_TABLE`` names it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["CANDIDATES", "Config", "Entry", "choose", "load_table", "measured", "table_path"]
+
+TABLE_VARIABLE = "HF_EMOPT_KERNEL_TABLE"
+
+
+@dataclass(frozen=True)
+class Config:
+    """How one symmetric product is cut up.
+
+    Attributes:
+        block_m, block_n, block_k: tile of the result, and depth of one step of the inner loop. ``block_m`` and ``block_n`` are
+            equal or one is twice the other.
+        num_warps, num_stages: warps a program, and depth of software pipelining.
+        descriptors: load and store by tensor descriptors (sm_90 and later, 16-byte rows) or by pointers.
+        group: tiles are launched in squares of ``group`` by ``group``, which decides what the L2 cache holds.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    descriptors: bool = True
+    group: int = 16
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A measured problem and its best configuration; ``None`` where the vendor's general product was faster."""
+
+    batch: int
+    m: int
+    k: int
+    config: Config | None
+
+
+# What ``--tune`` tries. All compile without spills for sm_90 (tests/linalg/test_triton_compile.py).
+CANDIDATES: dict[int, tuple[Config, ...]] = {
+    80: (
+        Config(128, 128, 32, 8, 4, descriptors=False),
+        Config(64, 128, 32, 4, 4, descriptors=False),
+        Config(64, 64, 32, 4, 4, descriptors=False),
+    ),
+    90: (
+        Config(128, 128, 64, 4, 3),
+        Config(128, 128, 64, 8, 3),
+        Config(128, 256, 64, 8, 3),
+        Config(256, 128, 64, 8, 3),
+        Config(256, 128, 64, 8, 4),
+        Config(64, 128, 64, 4, 3),
+        Config(64, 64, 64, 4, 4),
+        Config(128, 128, 64, 8, 3, descriptors=False),
+    ),
+    100: (
+        Config(128, 128, 64, 4, 3),
+        Config(128, 256, 64, 8, 3),
+        Config(128, 128, 64, 8, 3, descriptors=False),
+    ),
+}
+# Without a measurement: what the sizes suggest.
+_DEFAULTS = {
+    80: Config(128, 128, 32, 8, 4, descriptors=False),
+    90: Config(128, 128, 64, 4, 3),
+    100: Config(128, 128, 64, 4, 3),
+}
+_POINTERS = Config(128, 128, 32, 8, 3, descriptors=False)
+
+
+def family(architecture: int) -> int:
+    """The architecture whose configurations serve: 80 for 8.x, 90 for 9.x, 100 for anything later."""
+    return 80 if architecture < 90 else 90 if architecture < 100 else 100
+
+
+def table_path(architecture: int) -> Path:
+    """The table in use for an architecture; it need not exist."""
+    chosen = os.environ.get(TABLE_VARIABLE)
+    return Path(chosen) if chosen else Path(__file__).parent / "tables" / f"sm_{family(architecture)}.json"
+
+
+@functools.lru_cache(maxsize=8)
+def _read(path: Path) -> tuple[dict[str, Any], tuple[Entry, ...]]:
+    if not path.exists():
+        return {}, ()
+    content = json.loads(path.read_text())
+    entries = tuple(
+        Entry(row["batch"], row["m"], row["k"], None if row["config"] is None else Config(**row["config"]))
+        for row in content["entries"]
+    )
+    return {key: value for key, value in content.items() if key != "entries"}, entries
+
+
+def load_table(architecture: int) -> tuple[Entry, ...]:
+    """Measured problems of an architecture; empty where nothing was measured."""
+    return _read(table_path(architecture))[1]
+
+
+def measured(architecture: int) -> bool:
+    """Whether the kernels have been shown to pay on this architecture."""
+    return len(load_table(architecture)) > 0
+
+
+def save_table(path: Path, entries: list[Entry], **facts: Any) -> None:
+    """Writes a table; ``facts`` say where it was measured (card, versions)."""
+    rows = [{**asdict(entry), "config": entry.config and asdict(entry.config)} for entry in entries]
+    path.write_text(json.dumps({**facts, "entries": rows}, indent=1) + "\n")
+
+
+@functools.lru_cache(maxsize=4096)
+def choose(architecture: int | None, batch: int, m: int, k: int, *, required: bool = False) -> Config | None:
+    """The configuration for ``batch`` products of ``(m, k)``, or ``None`` where the general product is the better choice.
+
+    Args:
+        architecture: compute capability as one number; ``None`` when interpreting.
+        required: the caller wants a kernel whatever the table says.
+    """
+    if architecture is None:
+        return Config(32, 32, 32, 4, 1, descriptors=False, group=2)
+    entries = load_table(architecture)
+    if required:
+        entries = tuple(entry for entry in entries if entry.config is not None)
+    if not entries:
+        return _DEFAULTS[family(architecture)] if required else None
+
+    def distance(entry: Entry) -> float:
+        # The number of tiles decides how a device is filled, the depth how much a tile costs beside its ends.
+        tiles = math.log2(batch * m * m) - math.log2(entry.batch * entry.m * entry.m)
+        return abs(tiles) + abs(math.log2(m / entry.m)) + 0.5 * abs(math.log2(k / entry.k))
+
+    return min(entries, key=distance).config

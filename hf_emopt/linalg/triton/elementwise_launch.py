@@ -1,0 +1,78 @@
+"""Launches the memory-bound kernels."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hf_emopt.linalg.triton.runtime import interpreting, multiprocessors
+
+__all__ = ["momentum_cast", "normalize_cast"]
+
+_BLOCK = 4096
+_MOMENTUM_BLOCK = 2048
+
+
+def _chunk(size: int, batch: int, device: torch.device) -> int:
+    """Elements a program: a power of two, at most 65,536, with several programs for every multiprocessor."""
+    wanted = size * batch // (8 * multiprocessors(device))
+    chunk = _BLOCK
+    while chunk < 65536 and 2 * chunk <= wanted:
+        chunk *= 2
+    # The parts of one norm are summed by each program that needs it.
+    while -(-size // chunk) > 4096:
+        chunk *= 2
+    return chunk
+
+
+def normalize_cast(x: Tensor, factor: float, out: Tensor) -> Tensor:
+    """``out = factor X / ||X||_F`` for each of ``(B, m, n)`` contiguous matrices; see :mod:`elementwise_kernels`."""
+    from hf_emopt.linalg.triton.elementwise_kernels import cast_kernel, sum_of_squares_kernel
+
+    batch, size = x.shape[0], x.shape[1] * x.shape[2]
+    chunk = _chunk(size, batch, x.device)
+    chunks = -(-size // chunk)
+    exponents = torch.empty(batch * chunks, dtype=torch.int32, device=x.device)
+    sums = torch.empty(batch * chunks, dtype=torch.float32, device=x.device)
+    warps = {"num_warps": 8}
+    sum_of_squares_kernel[(batch * chunks,)](
+        x, exponents, sums, size, chunks, x.stride(0), CHUNK=chunk, BLOCK=_BLOCK, **warps
+    )
+    cast_kernel[(batch * chunks,)](
+        x,
+        out,
+        exponents,
+        sums,
+        size,
+        chunks,
+        x.stride(0),
+        out.stride(0),
+        factor,
+        CHUNK=chunk,
+        BLOCK=_BLOCK,
+        PARTS=1 << max(0, (chunks - 1).bit_length()),
+        **warps,
+    )
+    return out
+
+
+def momentum_cast(
+    grad: Tensor, buffer: Tensor, out: Tensor, momentum: float, nesterov: bool, ok: Tensor | None
+) -> Tensor:
+    """One pass over contiguous tensors of one size; see :func:`elementwise_kernels.momentum_kernel`."""
+    from hf_emopt.linalg.triton.elementwise_kernels import momentum_kernel
+
+    block = 256 if interpreting() else _MOMENTUM_BLOCK
+    momentum_kernel[(-(-grad.numel() // block),)](
+        grad,
+        buffer,
+        out,
+        buffer if ok is None else ok.view(torch.uint8),
+        grad.numel(),
+        momentum,
+        NESTEROV=nesterov,
+        HAS_OK=ok is not None,
+        BLOCK=block,
+        num_warps=4,
+    )
+    return out

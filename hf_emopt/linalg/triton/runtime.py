@@ -1,0 +1,63 @@
+"""Whether Triton kernels can and may run, and small things that every launch needs.
+
+Nothing here imports Triton at module level: the package works without it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+
+import torch
+
+__all__ = ["architecture", "interpreting", "kernels_disabled", "multiprocessors", "supported", "triton_installed"]
+
+DISABLE_VARIABLE = "HF_EMOPT_DISABLE_TRITON"
+
+
+def kernels_disabled() -> bool:
+    """``HF_EMOPT_DISABLE_TRITON`` is set to anything but ``""`` or ``"0"``. Read at every call, so that a test or a
+    debugging session can change it."""
+    return os.environ.get(DISABLE_VARIABLE, "") not in ("", "0")
+
+
+def interpreting() -> bool:
+    """Kernels run on the CPU in Triton's interpreter (``TRITON_INTERPRET=1`` before the first import of Triton)."""
+    return os.environ.get("TRITON_INTERPRET", "") == "1"
+
+
+@functools.cache
+def triton_installed() -> bool:
+    """Triton 3.4 or later, the first with what the kernels use of tensor descriptors."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    import triton
+
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    return version >= (3, 4)
+
+
+@functools.cache
+def architecture(device: torch.device) -> int | None:
+    """Compute capability of an NVIDIA device as one number, 90 for sm_90; ``None`` for any other device."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Number of streaming multiprocessors; 1 when interpreting, where programs run one after another."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def supported(device: torch.device) -> bool:
+    """Whether the kernels can run there: an NVIDIA device of capability 8.0 or higher, or the interpreter."""
+    if kernels_disabled() or not triton_installed():
+        return False
+    if interpreting():
+        return True
+    capability = architecture(device)
+    return capability is not None and capability >= 80

@@ -1,0 +1,250 @@
+"""Symmetric products ``D = alpha A B^T + beta C``, lower triangle computed, upper triangle mirrored.
+
+Only tiles that touch the lower triangle are launched, by a table of tile coordinates, so no program exits idle and any
+order of tiles is a table. Elements above the diagonal are never taken from a product: they are the mirror of those below,
+in diagonal tiles too, so that ``D`` is symmetric bit for bit. An iteration on matrices that are symmetric only up to
+rounding amplifies the difference.
+
+Two kernels with one rule of storing: loads and stores by pointers (any strides, any architecture), or by tensor
+descriptors (sm_90 and later: the copy engine). Addresses of batches and rows are 64-bit. ``alpha``, ``beta`` and the
+diagonals are run-time values: one binary serves every coefficient. ``PDL`` lets a kernel start while the one before it
+ends; all of its reads and writes come after the wait.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+__all__ = ["symmetric_product_descriptor_kernel", "symmetric_product_pointer_kernel"]
+
+
+@triton.jit
+def _dot(a, b, acc, UPCAST: tl.constexpr):
+    # Triton's interpreter multiplies the bit patterns of bfloat16 numbers; in float32 the products are the same ones.
+    if UPCAST:
+        acc = tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    else:
+        acc = tl.dot(a, b, acc)
+    return acc
+
+
+@triton.jit
+def _corner(ptr, batch, batch_stride, row, row_stride, col):
+    """Address of a tile. 64 bits are needed here and not within the tile, where they would cost registers."""
+    return ptr + batch.to(tl.int64) * batch_stride + row.to(tl.int64) * row_stride + col
+
+
+@triton.jit
+def _diagonal_square(value, diagonal, dtype: tl.constexpr, SIDE: tl.constexpr):
+    """``value + diagonal I``, rounded, with its lower triangle mirrored."""
+    i = tl.arange(0, SIDE)[:, None]
+    j = tl.arange(0, SIDE)[None, :]
+    out = (value + tl.where(i == j, diagonal, 0.0)).to(dtype)
+    return tl.where(i >= j, out, tl.trans(out))
+
+
+@triton.jit
+def _store_square_pointer(
+    value, ptr, batch, batch_stride, row_stride, row, col, M, diagonal, SIDE: tl.constexpr
+):
+    i = tl.arange(0, SIDE)
+    j = tl.arange(0, SIDE)
+    dtype: tl.constexpr = ptr.dtype.element_ty
+    if row > col:
+        out = value.to(dtype)
+        lower = _corner(ptr, batch, batch_stride, row, row_stride, col) + (i[:, None] * row_stride + j[None, :])
+        upper = _corner(ptr, batch, batch_stride, col, row_stride, row) + (i[:, None] * row_stride + j[None, :])
+        # Columns of a tile below the diagonal are never past the end.
+        tl.store(lower, out, mask=(row + i < M)[:, None])
+        tl.store(upper, tl.trans(out), mask=(row + j < M)[None, :])
+    if row == col:
+        out = _diagonal_square(value, diagonal, dtype, SIDE)
+        square = _corner(ptr, batch, batch_stride, row, row_stride, col) + (i[:, None] * row_stride + j[None, :])
+        tl.store(square, out, mask=(row + i < M)[:, None] & (col + j < M)[None, :])
+
+
+@triton.jit
+def _store_pointer(
+    value,
+    ptr,
+    batch,
+    batch_stride,
+    row_stride,
+    row,
+    col,
+    M,
+    diagonal,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """A tile as one or two squares, each of them wholly below, on, or above the diagonal."""
+    if BLOCK_M == BLOCK_N:
+        _store_square_pointer(
+            value, ptr, batch, batch_stride, row_stride, row, col, M, diagonal, BLOCK_M
+        )
+    elif BLOCK_M < BLOCK_N:
+        left, right = value.reshape(BLOCK_M, 2, BLOCK_M).permute(0, 2, 1).split()
+        _store_square_pointer(left, ptr, batch, batch_stride, row_stride, row, col, M, diagonal, BLOCK_M)
+        _store_square_pointer(
+            right, ptr, batch, batch_stride, row_stride, row, col + BLOCK_M, M, diagonal, BLOCK_M
+        )
+    else:
+        top, bottom = value.reshape(2, BLOCK_N, BLOCK_N).permute(1, 2, 0).split()
+        _store_square_pointer(top, ptr, batch, batch_stride, row_stride, row, col, M, diagonal, BLOCK_N)
+        _store_square_pointer(
+            bottom, ptr, batch, batch_stride, row_stride, row + BLOCK_N, col, M, diagonal, BLOCK_N
+        )
+
+
+@triton.jit
+def symmetric_product_pointer_kernel(
+    a_ptr,
+    b_ptr,
+    c_ptr,
+    d_ptr,
+    e_ptr,
+    tiles_ptr,
+    num_tiles,
+    M,
+    K,
+    a_batch,
+    a_row,
+    a_col,
+    b_batch,
+    b_row,
+    b_col,
+    c_batch,
+    c_row,
+    d_batch,
+    d_row,
+    e_batch,
+    e_row,
+    alpha,
+    beta,
+    d_diagonal,
+    e_diagonal,
+    HAS_C: tl.constexpr,
+    HAS_E: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    UPCAST: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    program = tl.program_id(0)
+    batch = program // num_tiles
+    tile = program % num_tiles
+    row0 = tl.load(tiles_ptr + 2 * tile) * BLOCK_M
+    col0 = tl.load(tiles_ptr + 2 * tile + 1) * BLOCK_N
+    ks = tl.arange(0, BLOCK_K)
+    # Rows past the end read the last one: loads need no mask, and what they compute is not stored.
+    i = tl.minimum(tl.arange(0, BLOCK_M), M - 1 - row0)
+    j = tl.minimum(tl.arange(0, BLOCK_N), M - 1 - col0)
+    a_ptrs = _corner(a_ptr, batch, a_batch, row0, a_row, 0) + (i[:, None] * a_row + ks[None, :] * a_col)
+    b_ptrs = _corner(b_ptr, batch, b_batch, col0, b_row, 0) + (j[None, :] * b_row + ks[:, None] * b_col)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for k in range(0, K, BLOCK_K):
+        if EVEN_K:
+            a = tl.load(a_ptrs)
+            b = tl.load(b_ptrs)
+        else:
+            a = tl.load(a_ptrs, mask=(ks < K - k)[None, :], other=0.0)
+            b = tl.load(b_ptrs, mask=(ks < K - k)[:, None], other=0.0)
+        acc = _dot(a, b, acc, UPCAST)
+        a_ptrs += BLOCK_K * a_col
+        b_ptrs += BLOCK_K * b_col
+    value = alpha * acc
+    if HAS_C:
+        c_ptrs = _corner(c_ptr, batch, c_batch, row0, c_row, col0) + (i[:, None] * c_row + j[None, :])
+        # What is read above the diagonal may be another program's output by now; it is not used.
+        value += beta * tl.load(c_ptrs).to(tl.float32)
+    _store_pointer(value, d_ptr, batch, d_batch, d_row, row0, col0, M, d_diagonal, BLOCK_M, BLOCK_N)
+    if HAS_E:
+        _store_pointer(value, e_ptr, batch, e_batch, e_row, row0, col0, M, e_diagonal, BLOCK_M, BLOCK_N)
+
+
+@triton.jit
+def _load_block(desc, batch, row, k, TRANS: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """``(ROWS, BLOCK_K)`` from ``(batch, M, K)``, or from ``(batch, K, M)`` when ``TRANS``."""
+    if TRANS:
+        block = tl.trans(desc.load([batch, k, row]).reshape(BLOCK_K, ROWS))
+    else:
+        block = desc.load([batch, row, k]).reshape(ROWS, BLOCK_K)
+    return block
+
+
+@triton.jit
+def _store_square_descriptor(value, desc, batch, row, col, diagonal, SIDE: tl.constexpr):
+    if row > col:
+        out = value.to(desc.dtype)
+        desc.store([batch, row, col], out.reshape(1, SIDE, SIDE))
+        desc.store([batch, col, row], tl.trans(out).reshape(1, SIDE, SIDE))
+    if row == col:
+        out = _diagonal_square(value, diagonal, desc.dtype, SIDE)
+        desc.store([batch, row, col], out.reshape(1, SIDE, SIDE))
+
+
+@triton.jit
+def _store_descriptor(value, desc, batch, row, col, diagonal, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """As :func:`_store_pointer`; the copy engine cuts off what is past the end."""
+    if BLOCK_M == BLOCK_N:
+        _store_square_descriptor(value, desc, batch, row, col, diagonal, BLOCK_M)
+    elif BLOCK_M < BLOCK_N:
+        left, right = value.reshape(BLOCK_M, 2, BLOCK_M).permute(0, 2, 1).split()
+        _store_square_descriptor(left, desc, batch, row, col, diagonal, BLOCK_M)
+        _store_square_descriptor(right, desc, batch, row, col + BLOCK_M, diagonal, BLOCK_M)
+    else:
+        top, bottom = value.reshape(2, BLOCK_N, BLOCK_N).permute(1, 2, 0).split()
+        _store_square_descriptor(top, desc, batch, row, col, diagonal, BLOCK_N)
+        _store_square_descriptor(bottom, desc, batch, row + BLOCK_N, col, diagonal, BLOCK_N)
+
+
+@triton.jit
+def symmetric_product_descriptor_kernel(
+    a_desc,
+    b_desc,
+    c_desc,
+    d_desc,
+    e_desc,
+    tiles_ptr,
+    num_tiles,
+    K,
+    alpha,
+    beta,
+    d_diagonal,
+    e_diagonal,
+    HAS_C: tl.constexpr,
+    HAS_E: tl.constexpr,
+    TRANS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    UPCAST: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    program = tl.program_id(0)
+    batch = program // num_tiles
+    tile = program % num_tiles
+    row0 = tl.load(tiles_ptr + 2 * tile) * BLOCK_M
+    col0 = tl.load(tiles_ptr + 2 * tile + 1) * BLOCK_N
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for k in range(0, K, BLOCK_K):
+        a = _load_block(a_desc, batch, row0, k, TRANS, BLOCK_M, BLOCK_K)
+        b = _load_block(b_desc, batch, col0, k, TRANS, BLOCK_N, BLOCK_K)
+        acc = _dot(a, b.T, acc, UPCAST)
+    value = alpha * acc
+    if HAS_C:
+        value += beta * c_desc.load([batch, row0, col0]).reshape(BLOCK_M, BLOCK_N).to(tl.float32)
+    _store_descriptor(value, d_desc, batch, row0, col0, d_diagonal, BLOCK_M, BLOCK_N)
+    if HAS_E:
+        _store_descriptor(value, e_desc, batch, row0, col0, e_diagonal, BLOCK_M, BLOCK_N)
