@@ -4,33 +4,39 @@ from __future__ import annotations
 
 import math
 import warnings
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from hf_emopt.distributed.layout import check_layout
-from hf_emopt.distributed.plan import (
-    MAX_BUCKET_NUMEL,
-    Batch,
-    Bucket,
-    Plan,
-    PlannedParameter,
-    make_plan,
+from hf_emopt.consolidation import gathered, keep_owned, sharded_unit_state
+from hf_emopt.distributed.delayed import DelayedUpdates
+from hf_emopt.distributed.layout import (
+    Grid,
+    ProcessGroupArgument,
+    Storage,
+    check_layout,
+    local_gradient,
+    local_tensor,
+    storage_of,
 )
-from hf_emopt.distributed.slots import Matrix, assign_slots
+from hf_emopt.distributed.plan import MAX_BUCKET_NUMEL, Bucket, Plan, PlannedParameter
+from hf_emopt.engine import Engine, build_grids
 from hf_emopt.groups import GroupBuilder, ParamsArgument, describe_torch_group, unpack_units
 from hf_emopt.routing.route import ParameterRoute, RouteTable, coverage_warning
-from hf_emopt.rules.base import Clock, Group, MatrixRule
-from hf_emopt.rules.elementwise import adamw_step, apply_updates, init_adamw_state, validate_adamw
+from hf_emopt.routing.unit import Unit
+from hf_emopt.rules.base import Group, MatrixRule
+from hf_emopt.rules.elementwise import adamw_step, validate_adamw
 from hf_emopt.rules.masters import LOW_PRECISION_WEIGHTS, needs_master
 from hf_emopt.state import STATE_VERSION, load_into, matched
+from hf_emopt.stepping import Task, pipeline, step_aux_bucket, step_bucket
 
 __all__ = ["MatrixOptimizer"]
-
-State = dict[str, Tensor]
 
 
 class MatrixOptimizer(torch.optim.Optimizer):
@@ -46,6 +52,12 @@ class MatrixOptimizer(torch.optim.Optimizer):
         allow_no_matrices: accept a model in which nothing is a matrix.
         skip_nonfinite: leave weights and state untouched in a step with a gradient that is not finite. Decided on the
             device, without a host sync; read :attr:`skipped_steps` for their number.
+        transport_dtype: of matrices on their way between ranks: ``"bfloat16"``, ``"float32"`` or ``"float64"``; ``None`` is
+            bfloat16 on accelerators and float32 on the CPU.
+        overlap_param_gather: where ranks hold copies of a model (DDP), updates arrive behind the next forward pass. What
+            reads parameters in another way than a forward pass or ``state_dict`` has to call :meth:`synchronize` first.
+        process_group: the ranks that hold copies of plain parameters; ``None`` for all of them, ``"self"`` where each
+            process trains a model of its own. Sharded parameters know their ranks.
 
     Raises:
         ValueError: when a hyperparameter is out of range, nothing is left to train, or no parameter is a matrix.
@@ -66,15 +78,24 @@ class MatrixOptimizer(torch.optim.Optimizer):
         per_head: bool = False,
         allow_no_matrices: bool = False,
         skip_nonfinite: bool = True,
+        transport_dtype: torch.dtype | str | None = None,
+        overlap_param_gather: bool = False,
+        process_group: ProcessGroupArgument = None,
     ) -> None:
         self.rule = rule
         self.skip_nonfinite = skip_nonfinite
-        self.transform_count = 0
+        self.transport_dtype = _transport(transport_dtype)
+        self.overlap_param_gather = overlap_param_gather
+        self.process_group = process_group
+        if overlap_param_gather and not isinstance(params, nn.Module):
+            raise ValueError("overlap_param_gather=True puts hooks on the model: pass the model as params")
+        self._model = weakref.ref(params) if isinstance(params, nn.Module) else None
+        self._delayed = DelayedUpdates()
         self._skipped: dict[torch.device, Tensor] = {}
-        self._plan: Plan | None = None
+        self._transforms = 0
+        self._engine: Engine | None = None
         self._planned_for: tuple[Any, ...] = ()
-        self._unit_states: dict[tuple[int, int], State] = {}
-        self._slots: dict[Matrix, tuple[int, ...]] = {}
+        self._consolidated: dict[str, dict[str, Any]] | None = None
         self._builder = GroupBuilder(
             {
                 "matrix": {"state_version": STATE_VERSION, "rule": rule.name, **matrix_defaults},
@@ -111,7 +132,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
             self._validate(group)
             super().add_param_group(group)
         self._routes.extend(routes)
-        self._plan = None
+        self._planned_for = ()
 
     def _validate(self, group: Group) -> None:
         for key in ("lr", "weight_decay"):
@@ -155,8 +176,13 @@ class MatrixOptimizer(torch.optim.Optimizer):
         """The route table, the groups, what a step does and how it is batched, as text."""
         rule_line = next((self.rule.describe(g) for g in self.param_groups if g["kind"] == "matrix"), "no matrices")
         groups = "\n".join("  " + describe_torch_group(g) for g in self.param_groups)
-        plan = self._current_plan()
+        plan = self._current_engine().plan
         return f"{self.routes}\n{rule_line}\ngroups:\n{groups}\n{plan}"
+
+    @property
+    def transform_count(self) -> int:
+        """Matrices that this process has transformed so far; summed over ranks, each matrix counts once a step."""
+        return self._transforms + (0 if self._engine is None else self._engine.transform_count)
 
     # ------------------------------------------------------------------ step
 
@@ -164,53 +190,112 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One optimizer step: each matrix with a gradient is transformed once, after accumulation and clipping.
 
-        Parameters without a gradient keep their weight and their state. Gradients are read, never written.
+        Parameters without a gradient keep their weight and their state. Gradients are read, never written. Where several
+        ranks share parameters, all of them must call it.
 
         Raises:
-            RuntimeError: when a parameter is laid out in a way that cannot be stepped correctly here.
+            RuntimeError: when a parameter is laid out in a way that cannot be stepped correctly here, or ranks differ in
+                what they would step.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        plan = self._current_plan()
-        checks = self._finite_flags()
-        for index, bucket in enumerate(plan.buckets):
-            self._step_bucket(index, bucket, checks)
-        for group_index, group in enumerate(self.param_groups):
+        self.synchronize()
+        engine = self._current_engine()
+        engine.prepare()
+        self._consolidated = None
+        agreement = engine.begin(self._finite_flags())
+        if agreement.ok is not None:
+            ok = agreement.ok
+            self._skipped.setdefault(ok.device, torch.zeros((), device=ok.device)).add_((~ok).float())
+        groups = [self._applied(group) for group in self.param_groups]
+        tasks = [
+            *self._tasks(engine.plan, step_bucket, groups),
+            *self._tasks(engine.aux_plan, step_aux_bucket, groups),
+        ]
+        planned = {p.name for bucket in engine.aux_plan.buckets for p in bucket.parameters}
+        for index, group in enumerate(self.param_groups):
             if group["kind"] == "aux":
-                self._step_aux(group_index, group, checks)
+                self._step_aux(index, group, agreement.present - planned)
+        if self._overlaps and engine.world_size > 1:
+            self._delayed.begin((task, [engine.parameter(b, i) for i in engine.present(b)]) for task, b in tasks)
+        else:
+            pipeline(task for task, _ in tasks)
         return loss
 
-    def _current_plan(self) -> Plan:
-        """The plan for the parameters as they are now; wrappers swap Parameter objects after construction."""
+    @property
+    def _overlaps(self) -> bool:
+        """Whether updates are put off; a copy of the optimizer has no model to put hooks on, and does without."""
+        return self.overlap_param_gather and self._model is not None and self._model() is not None
+
+    def synchronize(self) -> None:
+        """Finishes updates that ``overlap_param_gather`` has put off, so that all parameters are as after the step."""
+        self._delayed.finish()
+
+    def _tasks(self, plan: Plan, make: Callable[..., Task], groups: list[Group]) -> list[tuple[Task, Bucket]]:
+        """The steps of a plan's buckets in which something takes part."""
+        engine = self._engine
+        assert engine is not None
+        tasks = []
+        for index, bucket in enumerate(plan.buckets):
+            present = engine.present(bucket)
+            if present:
+                tasks.append((make(engine, index, bucket, present, groups[bucket.group]), bucket))
+        return tasks
+
+    def _applied(self, group: Group) -> Group:
+        """The group as this step sees it; a scheduler may change the learning rate before a delayed update is applied."""
+        if group["low_precision_weights"] == "stochastic":
+            group["rounding_seed"] = group.get("rounding_seed", 0) + 1
+        return dict(group) if self._overlaps else group
+
+    def _current_engine(self) -> Engine:
+        """The plans for the parameters as they are now; wrappers swap Parameter objects after construction."""
+        identity = self._identity()
+        if self._engine is None or identity != self._planned_for:
+            self._engine, self._planned_for = self._make_engine(), identity
+            self._delayed.attach(self._model() if self._overlaps and self._model is not None else None)
+        return self._engine
+
+    def _identity(self) -> tuple[Any, ...]:
         # Shapes too: a wrapper may leave the Parameter and put another tensor into it.
-        identity = tuple((id(p), p.shape, p.dtype, p.device) for g in self.param_groups for p in g["params"])
-        if self._plan is None or identity != self._planned_for:
-            self._settle()
-            self._plan, self._planned_for = make_plan(self.planned_parameters()), identity
-            self._unit_states.clear()
-            self._slots = self._assign_slots(self._plan)
-        return self._plan
+        return tuple((id(p), p.shape, p.dtype, p.device) for g in self.param_groups for p in g["params"])
 
-    def _assign_slots(self, plan: Plan) -> dict[Matrix, tuple[int, ...]]:
-        """When, within its period, each piece of a rule's periodic work is done."""
-        slots: dict[Matrix, tuple[int, ...]] = {}
-        for index, group in enumerate(self.param_groups):
-            batches = [
-                (
-                    [(bucket.parameters[i].name, u, b) for (i, u), n in zip(batch.jobs, batch.sizes) for b in range(n)],
-                    self.rule.periodic_costs(*batch.shape, group),
-                )
-                for bucket in plan.buckets
-                if bucket.group == index
-                for batch in bucket.batches
-            ]
-            slots |= assign_slots(batches, self.rule.period(group)) if batches else {}
-        return slots
+    def _make_engine(self) -> Engine:
+        whole = self._leave_engine()
+        grids = self._grids()
+        engine = Engine(
+            self.rule,
+            self.param_groups,
+            self.state,
+            self.planned_parameters(grids),
+            self._planned_others(grids),
+            grids,
+            self.transport_dtype,
+            self._overlaps,
+        )
+        if whole is not None:
+            keep_owned(engine, whole)
+        return engine
 
-    def planned_parameters(self) -> list[PlannedParameter]:
+    def _grids(self) -> dict[str, Grid]:
+        named = [(n, p) for g in self.param_groups for n, p in zip(g["param_names"], g["params"])]
+        return build_grids(named, self.process_group)
+
+    def _leave_engine(self) -> dict[str, dict[str, Any]] | None:
+        """State as the next plan may take it: of all parameters, whole, where owners had parts."""
+        if self._engine is None:
+            return None
+        self._engine.settle()
+        self._transforms += self._engine.transform_count
+        return gathered(self._engine) if self._engine.scattered else None
+
+    def planned_parameters(self, grids: dict[str, Grid] | None = None) -> list[PlannedParameter]:
         """What the planner needs to know of each matrix parameter.
+
+        Args:
+            grids: the ranks of each parameter by name; ``None`` for one process.
 
         Raises:
             UnsupportedLayoutError: when a wrapper has laid a parameter out so that its matrices cannot be had.
@@ -225,178 +310,138 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 if param.numel() == 0:
                     continue
                 costs = tuple(u.shape[0] * self.rule.cost(*u.shape[1:], group) for u in units)
+                storage = storage_of(param, grids[name]) if grids else Storage.whole(param.shape)
+                shard_cost = None
+                if self.rule.can_shard(group) and _is_one_matrix(units, storage.shape):
+                    shard_cost = partial(self._shard_cost, units[0].shape[1:], group)
                 tag = f"{param.dtype} {param.device}"
-                planned.append(PlannedParameter(name, group_index, position, units, costs, tag))
+                planned.append(PlannedParameter(name, group_index, position, units, costs, tag, storage, shard_cost))
+        return planned
+
+    def _shard_cost(self, shape: tuple[int, int], group: Group, k: int) -> int:
+        return self.rule.shard_cost(*shape, k, group)
+
+    def _planned_others(self, grids: dict[str, Grid]) -> list[PlannedParameter]:
+        """Of the other parameters those that ranks hold copies of: they share the elementwise work and its state."""
+        planned = []
+        for group_index, group in enumerate(self.param_groups):
+            if group["kind"] != "aux":
+                continue
+            for position, (name, param) in enumerate(zip(group["param_names"], group["params"])):
+                grid = grids[name]
+                check_layout(name, param, ())
+                if grid.replicas > 1 and grid.shards == 1 and not isinstance(param, DTensor) and param.numel():
+                    storage = Storage.copies(param.shape, grid)
+                    tag = f"{param.dtype} {param.device}"
+                    planned.append(PlannedParameter(name, group_index, position, (), (param.numel(),), tag, storage))
         return planned
 
     def _finite_flags(self) -> dict[torch.device, Tensor]:
-        """For each device, a scalar that says whether all gradients everywhere are finite; empty when not checked."""
-        if not self.skip_nonfinite:
-            return {}
+        """For each device, a scalar that says whether all gradients there are finite; empty when not checked."""
         by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
         for group in self.param_groups:
             for name, param in zip(group["param_names"], group["params"]):
-                if param.grad is None or param.grad.numel() == 0:
-                    continue
-                if param.grad.is_sparse:
+                if param.grad is not None and param.grad.is_sparse:
                     raise RuntimeError(f"{name} has a sparse gradient; use an embedding with sparse=False")
-                by_device[param.grad.device].append(param.grad)
+                grad = local_gradient(param)
+                if grad is not None and grad.numel():
+                    by_device[grad.device].append(grad)
+        if not self.skip_nonfinite:
+            return {}
         # The largest absolute value overflows only where a gradient itself has, unlike a sum of squares.
-        parts = {
+        return {
             device: torch.isfinite(torch.stack([n.float() for n in torch._foreach_norm(grads, ord=float("inf"))])).all()
             for device, grads in by_device.items()
-            if grads
         }
-        flags = {}
-        for device in parts:
-            flag = torch.stack([part.to(device, non_blocking=True) for part in parts.values()]).all()
-            flags[device] = flag
-            self._skipped.setdefault(device, torch.zeros((), device=device)).add_((~flag).float())
-        return flags
 
-    def _ready_state(self, param: Tensor, group: Group) -> State:
-        state: State = self.state[param]
-        if "step" not in state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
-            fresh = self.rule.init_state(param, group) if group["kind"] == "matrix" else init_adamw_state(param)
-            for key, value in fresh.items():
-                state.setdefault(key, value)
-        return state
-
-    def _generator(self, group_index: int, group: Group, device: torch.device) -> torch.Generator | None:
-        """Noise for stochastic rounding: a function of the step, so that replicas agree and a resumed run repeats it."""
-        if group["low_precision_weights"] != "stochastic":
-            return None
-        group["rounding_seed"] = group.get("rounding_seed", 0) + 1
-        return torch.Generator(device).manual_seed(group["rounding_seed"] * 65_537 + group_index)
-
-    # ------------------------------------------------------------------ matrices
-
-    def _step_bucket(self, index: int, bucket: Bucket, checks: dict[torch.device, Tensor]) -> None:
-        group = self.param_groups[bucket.group]
-        params = [group["params"][p.position] for p in bucket.parameters]
-        present = [i for i, p in enumerate(params) if p.grad is not None]
-        if not present:
-            return
-        states = [self._ready_state(params[i], group) for i in present]
-        chosen = [params[i] for i in present]
-        ok = checks.get(chosen[0].device)
-        messages = self.rule.accumulate(chosen, [p.grad for p in chosen], states, group, ok)  # type: ignore[misc]
-        updates = [torch.empty(m.shape, dtype=m.dtype, device=m.device) for m in messages]
-        row_of = {i: k for k, i in enumerate(present)}
-        rounds = [self._next_round(state) for state in states]
-        for batch_index, batch in enumerate(bucket.batches):
-            jobs = [(row_of[i], bucket.parameters[i].units[u]) for i, u in batch.jobs if i in row_of]
-            storage = self._unit_storage((index, batch_index), bucket, batch, group)
-            whole = len(present) == len(params)
-            rows = [] if whole else _rows_of(batch, row_of)
-            if not whole:
-                self.rule.settle((index, batch_index), storage)
-            unit_state = storage if whole else {key: value[rows] for key, value in storage.items()}
-            x = _stack([unit.extract(messages[k]) for k, unit in jobs])
-            clock = self._clock(bucket, batch, rounds, row_of, (index, batch_index) if whole else None)
-            out = self.rule.transform(x, unit_state, group, ok, clock)
-            self.transform_count += x.shape[0]
-            if not whole:
-                for key, value in unit_state.items():
-                    storage[key][rows] = value
-            for part, (k, unit) in zip(out.split([unit.shape[0] for _, unit in jobs]), jobs):
-                unit.insert(updates[k], part)
-        counted = torch.ones((), device=chosen[0].device) if ok is None else ok.float()
-        # A list, since adding one tensor to many makes torch wait for the device to read it.
-        torch._foreach_add_([s["step"] for s in states], [counted] * len(states))
-        warmup = self.rule.warmup_rounds(group)
-        moving = [k for k in range(len(chosen)) if rounds[k] > warmup]
-        apply_updates(
-            [chosen[k] for k in moving],
-            [updates[k] for k in moving],
-            [states[k] for k in moving],
-            group,
-            ok,
-            self._generator(index, group, chosen[0].device),
-        )
-
-    def _next_round(self, state: State) -> int:
-        """Counts the optimizer steps that a parameter took part in, on the host, for rules with a schedule."""
-        if not self.rule.scheduled:
-            return 1
-        state.setdefault("rounds", torch.zeros((), dtype=torch.int64)).add_(1)
-        return int(state["rounds"])
-
-    def _clock(
-        self, bucket: Bucket, batch: Batch, rounds: list[int], row_of: dict[int, int], key: tuple[int, int] | None
-    ) -> Clock:
-        """Rounds and slots of the matrices of a batch whose parameter has a gradient."""
-        if not self.rule.scheduled:
-            return Clock((1,) * batch.count)
-        jobs = [(i, u, size) for (i, u), size in zip(batch.jobs, batch.sizes) if i in row_of]
-        return Clock(
-            tuple(rounds[row_of[i]] for i, _, size in jobs for _ in range(size)),
-            tuple(self._slots[bucket.parameters[i].name, u, b] for i, u, size in jobs for b in range(size)),
-            key,
-        )
-
-    def _unit_storage(self, key: tuple[int, int], bucket: Bucket, batch: Batch, group: Group) -> State:
-        """State of a batch of matrices, one tensor for all of them; ``self.state`` holds views of it by parameter.
-
-        Made when a batch is first met, from what ``self.state`` has (a loaded checkpoint) or from the rule's start.
-        """
-        if key in self._unit_states:
-            return self._unit_states[key]
-        parts: dict[str, list[Tensor]] = defaultdict(list)
-        for i, u in batch.jobs:
-            planned = bucket.parameters[i]
-            param = group["params"][planned.position]
-            known = self.state.get(param, {})
-            for name, value in self.rule.init_unit_state(planned.units[u].shape, group, param).items():
-                parts[name].append(known.get(f"{name}.{u}", value))
-        storage = {name: torch.cat(values) for name, values in parts.items()}
-        for name, value in storage.items():
-            for view, (i, u) in zip(value.split(batch.sizes), batch.jobs):
-                self.state[group["params"][bucket.parameters[i].position]][f"{name}.{u}"] = view
-        self._unit_states[key] = storage
-        return storage
-
-    # ------------------------------------------------------------------ everything else
-
-    def _step_aux(self, group_index: int, group: Group, checks: dict[torch.device, Tensor]) -> None:
+    def _step_aux(self, group_index: int, group: Group, present: frozenset[str]) -> None:
+        """AdamW where each rank steps what it holds."""
+        engine = self._engine
+        assert engine is not None
         alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
         for name, param in zip(group["param_names"], group["params"]):
-            if param.grad is not None:
+            if name in present and param.grad is not None:
                 check_layout(name, param, ())
                 alike[param.device, param.dtype].append(param)
         for (device, _), members in alike.items():
             for params in _chunks(members, MAX_BUCKET_NUMEL) if needs_master(members[0]) else [members]:
-                states = [self._ready_state(p, group) for p in params]
-                grads = [p.grad for p in params]
-                generator = self._generator(group_index, group, device)
-                adamw_step(params, grads, states, group, checks.get(device), generator)  # type: ignore[arg-type]
+                states = [{k: local_tensor(v) for k, v in engine.ready_state(p, group).items()} for p in params]
+                grads = [local_gradient(p) for p in params]
+                generator = engine.generator(group_index, group, device)
+                weights = [local_tensor(p) for p in params]
+                adamw_step(weights, grads, states, group, engine.ok_on(device), generator)  # type: ignore[arg-type]
 
     # ------------------------------------------------------------------ checkpoints
 
-    def _settle(self) -> None:
-        """Finishes what a rule computes in the background, so that ``self.state`` says all there is to say."""
-        for key, storage in self._unit_states.items():
-            self.rule.settle(key, storage)
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Collective: brings the state that lies with owners to one rank, whose :meth:`state_dict` is then whole.
+
+        Good until the next step. Where nothing lies with owners (one process, FSDP2) it does nothing.
+
+        Args:
+            to: global rank.
+        """
+        self.synchronize()
+        engine = self._current_engine()
+        if not engine.has_owned_state:
+            return
+        engine.prepare()
+        engine.settle()
+        whole = gathered(engine, keep=torch.distributed.get_rank() == to)
+        self._consolidated = whole
 
     def state_dict(self) -> dict[str, Any]:
-        """State and groups by position, as torch's; groups hold ``param_names``."""
-        self._settle()
-        return super().state_dict()
+        """State and groups by position, as torch's; groups hold ``param_names``.
+
+        On sharded parameters a collective for rules that have state of whole matrices, whose tensors come out sharded.
+
+        Raises:
+            RuntimeError: when state lies with owners and :meth:`consolidate_state_dict` was not called since the last step.
+        """
+        self.synchronize()
+        engine = self._engine
+        if engine is None or not engine.scattered:
+            if engine is not None:
+                engine.settle()
+            return super().state_dict()
+        engine.settle()
+        if engine.has_owned_state and self._consolidated is None:
+            raise RuntimeError(
+                "the optimizer's state lies with the owners of its matrices, on several ranks: call "
+                "optimizer.consolidate_state_dict() on all ranks first (Trainer and hf_emopt.Accelerator do), then "
+                "state_dict() on rank 0"
+            )
+        result = super().state_dict()
+        whole = sharded_unit_state(engine) if self._consolidated is None else self._consolidated
+        indices = [i for group in result["param_groups"] for i in group["params"]]
+        for index, name in zip(indices, (n for g in self.param_groups for n in g["param_names"])):
+            if name in whole:
+                result["state"][index] = {**result["state"].get(index, {}), **whole[name]}
+        return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a ``state_dict()``; dtypes of state are kept, and hyperparameters are the checkpoint's.
+        """Loads a whole ``state_dict()``, of any layout; each rank keeps its part.
+
+        dtypes of state are kept, and hyperparameters are the checkpoint's.
 
         Raises:
             ValueError: when groups, names or shapes do not fit; the optimizer is then as it was.
         """
+        self.synchronize()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
         by_name = matched(self, state_dict)
-        self._settle()
-        load_into(self, by_name, state_dict["param_groups"])
-        self._plan = None
+        if self._engine is not None:
+            self._engine.settle()
+            self._transforms += self._engine.transform_count
+        self._engine, self._consolidated = None, None
+        # Where ranks share parameters, each takes its own part of the state, and no more, to its device.
+        shared = any(grid.world_size > 1 for grid in self._grids().values())
+        load_into(self, {name: {} for name in by_name} if shared else by_name, state_dict["param_groups"])
+        if shared and any(by_name.values()):
+            self._engine, self._planned_for = self._make_engine(), self._identity()
+            keep_owned(self._engine, by_name)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -406,24 +451,37 @@ class MatrixOptimizer(torch.optim.Optimizer):
         Hooks are dropped, as torch does, and so is the ``step`` that a scheduler puts on the object: it is bound to the
         original, which a copy would step in its own stead.
         """
-        self._settle()
+        self.synchronize()
+        if self._engine is not None:
+            self._engine.settle()
         kept = {k: v for k, v in self.__dict__.items() if k != "step" and not k.startswith("_optimizer_")}
-        return {**kept, "_plan": None, "_planned_for": (), "_unit_states": {}}
+        return {
+            **kept,
+            "_engine": None,
+            "_planned_for": (),
+            "_transforms": self.transform_count,
+            "_consolidated": None,
+            "_model": None,
+            "process_group": self.process_group if self.process_group == "self" else None,
+        }
 
 
-def _rows_of(batch: Batch, row_of: dict[int, int]) -> list[int]:
-    """Indices, in the batch, of the matrices whose parameter is among the given ones."""
-    rows: list[int] = []
-    offset = 0
-    for (i, _), size in zip(batch.jobs, batch.sizes):
-        if i in row_of:
-            rows.extend(range(offset, offset + size))
-        offset += size
-    return rows
+def _transport(dtype: torch.dtype | str | None) -> str | None:
+    """The wire's dtype by name, checked."""
+    name = None if dtype is None else str(dtype).removeprefix("torch.")
+    name = {"bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}.get(name or "", name)
+    if name not in (None, "bfloat16", "float32", "float64"):
+        raise ValueError(
+            f"transport_dtype={dtype!r} must be bfloat16, float32 or float64, or None for the device's default"
+        )
+    return name
 
 
-def _stack(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+def _is_one_matrix(units: Sequence[Unit], shape: tuple[int, ...]) -> bool:
+    """Whether a parameter is one matrix as it is stored (or its transpose), so that it can be cut along a side."""
+    return (
+        len(units) == 1 and len(shape) == 2 and units[0].view == shape and units[0].dim is None and not units[0].batch
+    )
 
 
 def _chunks(params: list[Tensor], limit: int) -> list[list[Tensor]]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
+from hf_emopt.distributed.layout import Storage
 from hf_emopt.distributed.plan import make_plan
 from hf_emopt.groups import unpack_units
 from hf_emopt.matrix_optimizer import MatrixOptimizer
@@ -93,7 +94,8 @@ def estimate(optimizer: MatrixOptimizer, world_size: int = 1) -> StepEstimate:
                 state |= init_adamw_state(meta)
                 aux_bytes += sum(t.nbytes for t in state.values())
                 aux_numel += meta.numel()
-    plan = make_plan(optimizer.planned_parameters(), world_size)
+    whole = optimizer.planned_parameters()
+    plan = make_plan([replace(p, storage=Storage.whole(p.storage.shape, world_size)) for p in whole])
     return StepEstimate(
         matrices,
         matrix_numel,

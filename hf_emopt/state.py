@@ -16,13 +16,18 @@ from hf_emopt.rules.elementwise import init_adamw_state
 if TYPE_CHECKING:
     from hf_emopt.matrix_optimizer import MatrixOptimizer
 
-__all__ = ["STATE_VERSION", "load_into", "matched"]
+__all__ = ["STATE_VERSION", "is_shaped", "load_into", "matched"]
 
 STATE_VERSION = 1
 """Kept in every group as ``state_version``; grows when the meaning of a state entry changes."""
 
 # Components of a name that say how a module was wrapped, not which parameter it is.
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+
+
+def is_shaped(key: str) -> bool:
+    """Whether a state entry has its parameter's shape: it is neither a count nor state of a unit (``name.unit``)."""
+    return "." not in key and key not in ("step", "rounds")
 
 
 def matched(optimizer: MatrixOptimizer, state_dict: dict[str, Any]) -> dict[str, dict[str, Any]]:

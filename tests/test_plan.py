@@ -6,27 +6,29 @@ import random
 
 import pytest
 
+from hf_emopt.distributed.layout import Storage
 from hf_emopt.distributed.plan import PlannedParameter, assign_owners, make_plan
 from hf_emopt.distributed.slots import assign_slots
 from hf_emopt.routing.unit import Unit
 
 
-def parameters(count: int = 20) -> list[PlannedParameter]:
+def parameters(count: int = 20, world_size: int = 1) -> list[PlannedParameter]:
     made = []
     for i in range(count):
         shape = ((64, 32), (32, 64), (96, 32))[i % 3]
         units = (Unit.whole(shape),)
-        made.append(PlannedParameter(f"layer.{i}", 0, i, units, (shape[0] * shape[1] * min(shape),), "f32"))
+        storage = Storage.whole(shape, world_size)
+        made.append(PlannedParameter(f"layer.{i}", 0, i, units, (shape[0] * shape[1] * min(shape),), "f32", storage))
     return made
 
 
 def test_the_plan_depends_on_names_shapes_and_costs_only() -> None:
-    members = parameters()
+    members = parameters(world_size=4)
     shuffled = members[:]
     random.Random(0).shuffle(shuffled)
-    assert make_plan(members, 4).digest() == make_plan(shuffled, 4).digest()
-    assert make_plan(members, 4).digest() != make_plan(members[:-1], 4).digest()
-    assert make_plan(members, 4).digest() != make_plan(members, 3).digest()
+    assert make_plan(members).digest() == make_plan(shuffled).digest()
+    assert make_plan(members).digest() != make_plan(members[:-1]).digest()
+    assert make_plan(members).digest() != make_plan(parameters(world_size=3)).digest()
 
 
 def test_every_unit_is_planned_exactly_once() -> None:
@@ -35,7 +37,7 @@ def test_every_unit_is_planned_exactly_once() -> None:
     planned = [p.name for b in plan.buckets for p in b.parameters]
     assert sorted(planned) == sorted(p.name for p in members)
     assert all(b.numel <= 5000 for b in plan.buckets)
-    assert sum(batch.count for b in plan.buckets for batch in b.batches) == len(members)
+    assert sum(batch.count for b in plan.buckets for batch in b.batches(0)) == len(members)
 
 
 def test_a_parameter_larger_than_a_bucket_gets_one_of_its_own() -> None:
@@ -46,8 +48,8 @@ def test_a_parameter_larger_than_a_bucket_gets_one_of_its_own() -> None:
 def test_units_of_one_shape_in_one_parameter_are_one_batch() -> None:
     view = (3, 8, 8)
     units = tuple(Unit(n, view, (0, 1), (2,), dim=0, start=i, stop=i + 1) for i, n in enumerate("qkv"))
-    (bucket,) = make_plan([PlannedParameter("qkv", 0, 0, units, (1, 1, 1), "f32")]).buckets
-    assert [(b.shape, b.count) for b in bucket.batches] == [((8, 8), 3)]
+    (bucket,) = make_plan([PlannedParameter("qkv", 0, 0, units, (1, 1, 1), "f32", Storage.whole((24, 8)))]).buckets
+    assert [(b.shape, b.count) for b in bucket.batches(0)] == [((8, 8), 3)]
 
 
 def test_longest_processing_time_first() -> None:

@@ -1,23 +1,30 @@
 """Who transforms which matrix, and together with which others.
 
-A plan is a value made from shapes and names alone: every rank computes the same one, it can be printed, hashed and
-compared. Parameters of one group and one layout of units form buckets of bounded size; the matrices of one shape inside
-a bucket are one batch.
+A plan is a value made from names, shapes, costs and storage alone: every rank computes the same one, it can be printed,
+hashed and compared. It is made of *segments*: a segment is the part of a parameter that one rank transforms. Most are a
+whole parameter. A stack of matrices (experts) is cut between matrices, so that its work is shared; and a matrix whose
+transform alone would exceed a rank's fair share is cut across a *team* of ranks that transform it together.
 """
 
 from __future__ import annotations
 
 import hashlib
 import heapq
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
+from hf_emopt.distributed.layout import Box, Storage, full_box
 from hf_emopt.routing.unit import Unit
 
-__all__ = ["Batch", "Bucket", "Plan", "PlannedParameter", "assign_owners", "make_plan"]
+__all__ = ["Batch", "Bucket", "Plan", "PlannedParameter", "Segment", "assign_owners", "make_plan"]
 
 MAX_BUCKET_NUMEL = 2**26
-"""Elements of a bucket (256 MiB in float32): enough to fill a GPU, small beside the parameters."""
+"""Elements of a bucket for each shard (256 MiB in float32): enough to fill a GPU, small beside the parameters."""
+
+MIN_CUT_NUMEL = 2**16
+"""Elements from which an elementwise parameter is cut among ranks."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +38,9 @@ class PlannedParameter:
         units: its matrices.
         costs: floating-point operations of transforming each unit, by the rule.
         tag: dtype and device; parameters of one bucket share it.
+        storage: where its elements lie.
+        shard_cost: operations of one of ``k`` ranks that transform the parameter's only matrix together, or ``None``
+            where the rule or the parameter does not allow it.
     """
 
     name: str
@@ -39,25 +49,86 @@ class PlannedParameter:
     units: tuple[Unit, ...]
     costs: tuple[int, ...]
     tag: str
+    storage: Storage
+    shard_cost: Callable[[int], int] | None = None
 
     @property
     def numel(self) -> int:
-        return sum(unit.numel for unit in self.units)
+        return math.prod(self.storage.shape)
+
+    @property
+    def cost(self) -> int:
+        return sum(self.costs)
+
+    @property
+    def is_stack(self) -> bool:
+        """Whether every row of dimension 0 holds whole matrices, independent of the other rows."""
+        shape = self.storage.shape
+        if not self.units:  # stepped element by element
+            return len(shape) > 0 and self.numel >= MIN_CUT_NUMEL
+        return all(0 in u.batch and u.dim != 0 and u.view[0] == shape[0] for u in self.units)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the storage cuts between matrices, so that every shard holds whole ones."""
+        if self.storage.shards == 1:
+            return False
+        rest = full_box(self.storage.shape)[1:]
+        return self.is_stack and all(box[1:] == rest for box in self.storage.boxes)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """What one rank transforms of one parameter.
+
+    Attributes:
+        parameter: index into the bucket's parameters.
+        box: the part of the parameter.
+        owner: position ``replica * shards + shard`` of the rank that transforms it.
+        units: its matrices, as the part's own.
+        cost: operations of the owner.
+        team: positions of all owners of a matrix that is cut; empty for whole matrices.
+        dim: dimension of the parameter along which it differs from the whole.
+    """
+
+    parameter: int
+    box: Box
+    owner: int
+    units: tuple[Unit, ...]
+    cost: int
+    team: tuple[int, ...] = ()
+    dim: int = 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(stop - start for start, stop in self.box)
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Matrices of one shape that are transformed in one call.
+    """Matrices of one shape that one rank transforms in one call.
 
     Attributes:
         shape: ``(m, n)`` of each matrix.
-        jobs: ``(index into the bucket's parameters, index of the unit)`` of each unit.
+        jobs: ``(index of the segment among the rank's, index of the unit)`` of each unit.
         sizes: matrices in each job.
+        team: the ranks that share these matrices, if they are cut.
+        full_shape: of the whole matrices; ``shape`` unless they are cut.
+        dim: dimension of the matrix that is cut, -2 or -1.
+        span: what of that dimension this rank has.
     """
 
     shape: tuple[int, int]
     jobs: tuple[tuple[int, int], ...]
     sizes: tuple[int, ...]
+    team: tuple[int, ...] = ()
+    full_shape: tuple[int, int] = (0, 0)
+    dim: int = -2
+    span: tuple[int, int] = (0, 0)
 
     @property
     def count(self) -> int:
@@ -66,54 +137,106 @@ class Batch:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Parameters that are stepped together."""
+    """Parameters that are stepped together, laid out over the same ranks.
+
+    Attributes:
+        group: index of their parameter group.
+        parameters: costliest first.
+        segments: by parameter, then by place.
+        local: every shard holds whole matrices, so none has to travel between shards.
+    """
 
     group: int
     parameters: tuple[PlannedParameter, ...]
-    batches: tuple[Batch, ...]
+    segments: tuple[Segment, ...]
+    local: bool = False
 
     @property
     def cost(self) -> int:
-        return sum(sum(p.costs) for p in self.parameters)
+        return sum(p.cost for p in self.parameters)
 
     @property
     def numel(self) -> int:
         return sum(p.numel for p in self.parameters)
 
+    @property
+    def storage(self) -> Storage:
+        return self.parameters[0].storage
+
+    def owned(self, position: int) -> tuple[Segment, ...]:
+        """Segments that the rank at a position transforms."""
+        return tuple(s for s in self.segments if s.owner == position)
+
+    def batches(self, position: int) -> tuple[Batch, ...]:
+        """How that rank batches them: matrices of one shape and one team are one call."""
+        jobs: dict[tuple[object, ...], list[tuple[int, int]]] = {}
+        owned = self.owned(position)
+        for index, segment in enumerate(owned):
+            for unit_index, unit in enumerate(segment.units):
+                cut = _cut(self.parameters[segment.parameter], segment)
+                jobs.setdefault((unit.shape[1:], segment.team, *cut), []).append((index, unit_index))
+        return tuple(
+            Batch(shape, tuple(entries), tuple(owned[i].units[u].shape[0] for i, u in entries), team, full, dim, span)
+            for (shape, team, full, dim, span), entries in jobs.items()  # type: ignore[misc]
+        )
+
 
 @dataclass(frozen=True)
 class Plan:
-    """Buckets in the order they are stepped, costliest first inside each group, and the owner of every parameter."""
+    """Buckets in the order in which they are stepped, and the global ranks that take part."""
 
     buckets: tuple[Bucket, ...]
-    owners: dict[str, int]
-    world_size: int
+    ranks: tuple[int, ...] = (0,)
+
+    @property
+    def world_size(self) -> int:
+        return len(self.ranks)
 
     @property
     def cost(self) -> int:
+        """Operations of all whole transforms; a matrix that is cut may cost its team a little more."""
         return sum(bucket.cost for bucket in self.buckets)
+
+    @cached_property
+    def owners(self) -> dict[str, tuple[int, ...]]:
+        """Global ranks of the owners of each parameter."""
+        owners: dict[str, set[int]] = {}
+        for bucket in self.buckets:
+            for s in bucket.segments:
+                parameter = bucket.parameters[s.parameter]
+                owners.setdefault(parameter.name, set()).add(parameter.storage.rank(s.owner))
+        return {name: tuple(sorted(ranks)) for name, ranks in owners.items()}
 
     def loads(self) -> list[int]:
         """Floating-point operations of each rank."""
-        loads = [0] * self.world_size
+        return self._by_rank(lambda segment: segment.cost)
+
+    def numels(self) -> list[int]:
+        """Elements of the matrices of each rank."""
+        return self._by_rank(lambda segment: segment.numel)
+
+    def _by_rank(self, amount: Callable[[Segment], int]) -> list[int]:
+        totals = dict.fromkeys(self.ranks, 0)
         for bucket in self.buckets:
-            for parameter in bucket.parameters:
-                loads[self.owners[parameter.name]] += sum(parameter.costs)
-        return loads
+            for s in bucket.segments:
+                rank = bucket.parameters[s.parameter].storage.rank(s.owner)
+                totals[rank] += amount(s)
+        return list(totals.values())
 
     @property
     def imbalance(self) -> float:
-        """Largest load over the mean: 1.0 is perfect."""
-        loads = self.loads()
-        return max(loads) * len(loads) / sum(loads) if any(loads) else 1.0
+        """Makespan over ideal: the largest load over an equal share of the whole cost; 1.0 is perfect."""
+        return max(self.loads()) * self.world_size / self.cost if self.cost else 1.0
 
     def digest(self) -> str:
         """Equal on two ranks exactly when their plans are."""
         text = repr(
             (
                 self.world_size,
-                sorted(self.owners.items()),
-                [(b.group, b.batches, [p.name for p in b.parameters]) for b in self.buckets],
+                [
+                    (b.group, b.local, b.segments, [(p.name, p.storage.boxes) for p in b.parameters])
+                    for b in self.buckets
+                ],
             )
         )
         return hashlib.sha256(text.encode()).hexdigest()
@@ -121,11 +244,22 @@ class Plan:
     def __str__(self) -> str:
         lines = ["batches (matrices x outputs x inputs):"]
         for bucket in self.buckets:
-            shapes = ", ".join(f"{b.count}x{b.shape[0]}x{b.shape[1]}" for b in bucket.batches)
-            lines.append(f"  group {bucket.group}: {shapes}  {bucket.cost / 1e9:.4g} GFLOP")
+            counts: dict[tuple[int, int], int] = {}
+            for parameter in bucket.parameters:
+                for unit in parameter.units:
+                    counts[unit.shape[1:]] = counts.get(unit.shape[1:], 0) + unit.shape[0]
+            shapes = ", ".join(f"{count}x{m}x{n}" for (m, n), count in counts.items())
+            place = " local" if bucket.local else ""
+            lines.append(f"  group {bucket.group}{place}: {shapes}  {bucket.cost / 1e9:.4g} GFLOP")
         lines.append(
             f"total {self.cost / 1e9:.4g} GFLOP a step on {self.world_size} rank(s), imbalance {self.imbalance:.3f}"
         )
+        if self.world_size > 1:
+            for rank, load, numel in zip(self.ranks, self.loads(), self.numels()):
+                lines.append(f"  rank {rank}: {load / 1e9:.4g} GFLOP, {numel:,} elements of matrices")
+            cut = sum(len(s.team) > 0 and s.owner == s.team[0] for b in self.buckets for s in b.segments)
+            if cut:
+                lines.append(f"  {cut} matrices are each transformed by several ranks together")
         return "\n".join(lines)
 
 
@@ -149,39 +283,155 @@ def assign_owners(costs: dict[str, int], world_size: int) -> dict[str, int]:
 
 
 def make_plan(
-    parameters: Sequence[PlannedParameter], world_size: int = 1, max_bucket_numel: int = MAX_BUCKET_NUMEL
+    parameters: Sequence[PlannedParameter],
+    max_bucket_numel: int = MAX_BUCKET_NUMEL,
+    forward_order: bool = False,
 ) -> Plan:
-    """The plan for these parameters; depends on names, shapes and costs only.
+    """The plan for these parameters.
 
     Args:
-        parameters: matrix parameters.
-        world_size: ranks to share the work.
-        max_bucket_numel: a bucket is closed before it exceeds this; a larger parameter gets one of its own.
+        parameters: matrix parameters; or others, without units, whose cost is their size.
+        max_bucket_numel: a bucket is closed before it exceeds this for each shard; a larger parameter gets one of its own.
+        forward_order: buckets follow the order of ``parameters`` (the model's) instead of falling cost, so that what the
+            next forward needs first is ready first.
     """
-    buckets: list[Bucket] = []
+    ordered = sorted(parameters, key=lambda p: (p.group, -p.cost, p.name))
+    ranks = sorted({rank for p in parameters for row in p.storage.ranks for rank in row})
+    owned = _Assignment(ranks).segments_of(ordered)
     alike: dict[tuple[object, ...], list[PlannedParameter]] = {}
-    for parameter in sorted(parameters, key=lambda p: (p.group, -sum(p.costs), p.name)):
-        shapes = tuple(unit.shape for unit in parameter.units)
-        alike.setdefault((parameter.group, parameter.tag, shapes), []).append(parameter)
+    for parameter in parameters if forward_order else ordered:
+        key = (parameter.group, parameter.tag, parameter.storage.ranks, parameter.storage.shards, parameter.is_local)
+        alike.setdefault(key, []).append(parameter)
+    buckets = []
     for members in alike.values():
-        chunk: list[PlannedParameter] = []
-        for parameter in members:
-            if chunk and sum(p.numel for p in chunk) + parameter.numel > max_bucket_numel:
-                buckets.append(_bucket(chunk))
-                chunk = []
-            chunk.append(parameter)
-        buckets.append(_bucket(chunk))
-    owners = assign_owners({p.name: sum(p.costs) for p in parameters}, world_size)
-    return Plan(tuple(buckets), owners, world_size)
+        for chunk in _chunks(members, max_bucket_numel):
+            segments = tuple(replace(s, parameter=i) for i, p in enumerate(chunk) for s in owned[p.name])
+            buckets.append(Bucket(chunk[0].group, tuple(chunk), segments, chunk[0].is_local))
+    return Plan(tuple(buckets), tuple(ranks) or (0,))
 
 
-def _bucket(members: Sequence[PlannedParameter]) -> Bucket:
-    jobs: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    for index, parameter in enumerate(members):
-        for unit_index, unit in enumerate(parameter.units):
-            jobs.setdefault(unit.shape[1:], []).append((index, unit_index))
-    batches = tuple(
-        Batch(shape, tuple(entries), tuple(members[i].units[u].shape[0] for i, u in entries))
-        for shape, entries in jobs.items()
-    )
-    return Bucket(members[0].group, tuple(members), batches)
+def _chunks(members: Sequence[PlannedParameter], limit: int) -> list[list[PlannedParameter]]:
+    chunks: list[list[PlannedParameter]] = [[]]
+    size = 0
+    for parameter in members:
+        numel = -(-parameter.numel // parameter.storage.shards)
+        if chunks[-1] and size + numel > limit:
+            chunks.append([])
+            size = 0
+        chunks[-1].append(parameter)
+        size += numel
+    return chunks
+
+
+class _Assignment:
+    """Gives segments to ranks; loads are carried from one set of ranks to the next."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self.loads: dict[int, int] = dict.fromkeys(ranks, 0)
+
+    def segments_of(self, parameters: Sequence[PlannedParameter]) -> dict[str, list[Segment]]:
+        """Segments by parameter name: first those whose shard is given, then the others, all over the same ranks at once."""
+        segments: dict[str, list[Segment]] = {}
+        for parameter in parameters:
+            if parameter.is_local:
+                segments[parameter.name] = self._local(parameter)
+        by_ranks: dict[tuple[tuple[int, ...], ...], list[PlannedParameter]] = {}
+        for parameter in parameters:
+            if not parameter.is_local:
+                by_ranks.setdefault(parameter.storage.ranks, []).append(parameter)
+        for members in by_ranks.values():
+            segments |= self._shared(members)
+        return segments
+
+    def _local(self, parameter: PlannedParameter) -> list[Segment]:
+        """Rows stay with their shard; its replicas share them."""
+        storage, result = parameter.storage, []
+        for shard, box in enumerate(storage.boxes):
+            for start, stop in _even_cuts(*box[0], storage.replicas):
+                cost = parameter.cost * (stop - start) // storage.shape[0]
+                replica = min(range(storage.replicas), key=lambda r: (self.loads[storage.ranks[r][shard]], r))
+                result.append(_rows(parameter, start, stop, replica * storage.shards + shard, cost))
+                self._add(storage.ranks[replica][shard], cost)
+        return result
+
+    def _shared(self, members: Sequence[PlannedParameter]) -> dict[str, list[Segment]]:
+        """Longest first to the least loaded of the ranks, with a team for a matrix that is too much for one."""
+        from hf_emopt.distributed.teams import assign
+
+        storage = members[0].storage
+        world = storage.world_size
+        pieces: dict[str, tuple[PlannedParameter, int, int]] = {}
+        for p in members:
+            stack = p.is_stack and p.storage.shape[0] > 1
+            cuts = _even_cuts(0, p.storage.shape[0], world) if stack else [(0, p.storage.shape[0])]
+            for start, stop in cuts:
+                pieces[f"{p.name}|{start:08}"] = (p, start, stop)
+        costs = {key: p.cost * (b - a) // max(1, p.storage.shape[0]) for key, (p, a, b) in pieces.items()}
+        one_axis = storage.shards == 1 or storage.replicas == 1
+        shareable = {key: p.shard_cost for key, (p, _, _) in pieces.items() if p.shard_cost is not None and one_axis}
+        if max(costs.values(), default=0) * world <= sum(costs.values()):
+            shareable = {}  # every matrix fits into a rank's fair share, and a team pays for its all-reduces
+
+        def shard_cost(key: str, k: int) -> int:
+            price = shareable.get(key)
+            return costs[key] if price is None else price(k)
+
+        carried = [self.loads[storage.rank(position)] for position in range(world)]
+        owners = assign(costs, world, shard_cost if shareable else None, carried)
+        segments: dict[str, list[Segment]] = {p.name: [] for p in members}
+        for key in sorted(pieces):
+            p, start, stop = pieces[key]
+            team = owners[key]
+            made = (
+                [_rows(p, start, stop, team[0], costs[key])]
+                if len(team) == 1
+                else _slices(p, team, shard_cost(key, len(team)))
+            )
+            segments[p.name].extend(made)
+            for segment in made:
+                self._add(storage.rank(segment.owner), segment.cost)
+        return segments
+
+    def _add(self, rank: int, cost: int) -> None:
+        self.loads[rank] += cost
+
+
+def _even_cuts(start: int, stop: int, parts: int) -> list[tuple[int, int]]:
+    """At most ``parts`` runs of near-equal length."""
+    count = min(parts, stop - start)
+    size = stop - start
+    return [(start + size * i // count, start + size * (i + 1) // count) for i in range(count)]
+
+
+def _rows(parameter: PlannedParameter, start: int, stop: int, owner: int, cost: int) -> Segment:
+    """Rows ``start:stop`` of a stack, or the whole of anything else."""
+    shape = parameter.storage.shape
+    box = ((start, stop), *full_box(shape)[1:])
+    units = parameter.units
+    if (start, stop) != (0, shape[0]):
+        units = tuple(replace(u, view=(stop - start, *u.view[1:])) for u in units)
+    return Segment(0, box, owner, units, cost)
+
+
+def _slices(parameter: PlannedParameter, team: tuple[int, ...], cost: int) -> list[Segment]:
+    """One matrix cut along its long side, a slice for each member of the team."""
+    shape = parameter.storage.shape
+    dim = 0 if shape[0] >= shape[1] else 1
+    segments = []
+    for owner, (start, stop) in zip(team, _even_cuts(0, shape[dim], len(team)), strict=True):
+        box = list(full_box(shape))
+        box[dim] = (start, stop)
+        view = list(shape)
+        view[dim] = stop - start
+        unit = replace(parameter.units[0], view=tuple(view))
+        segments.append(Segment(0, tuple(box), owner, (unit,), cost, team, dim))
+    return segments
+
+
+def _cut(parameter: PlannedParameter, segment: Segment) -> tuple[tuple[int, int], int, tuple[int, int]]:
+    """``(full_shape, dim, span)`` of a matrix that is cut; zeros otherwise."""
+    if not segment.team:
+        return (0, 0), -2, (0, 0)
+    unit = parameter.units[0]
+    _, m, n = unit.shape
+    return (m, n), (-2 if segment.dim in unit.rows else -1), segment.box[segment.dim]

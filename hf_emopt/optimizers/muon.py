@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hf_emopt.distributed.layout import ProcessGroupArgument
 from hf_emopt.groups import ParamsArgument
 from hf_emopt.matrix_optimizer import MatrixOptimizer
 from hf_emopt.optimizers.options import aux_defaults, dtype_name
@@ -64,6 +65,11 @@ class Muon(MatrixOptimizer):
         per_head: orthogonalize attention projections head by head.
         allow_no_matrices: accept a model without a single matrix.
         skip_nonfinite: leave everything untouched in a step with a NaN or an infinity in a gradient.
+        transport_dtype: of matrices on their way between ranks; ``None`` is bfloat16 on accelerators, float32 on the CPU.
+        overlap_param_gather: under DDP, let updates arrive behind the next forward pass; code that reads parameters other
+            than by a forward pass or ``state_dict`` has to call :meth:`synchronize` first. Needs the model as ``params``.
+        process_group: the ranks that hold copies of the parameters; ``None`` for all, ``"self"`` where each process trains a
+            model of its own. DTensors (FSDP2, HSDP) know their ranks.
 
     Raises:
         ValueError: when a value is out of range, or no parameter is a matrix.
@@ -98,6 +104,9 @@ class Muon(MatrixOptimizer):
         per_head: bool = False,
         allow_no_matrices: bool = False,
         skip_nonfinite: bool = True,
+        transport_dtype: torch.dtype | str | None = None,
+        overlap_param_gather: bool = False,
+        process_group: ProcessGroupArgument = None,
     ) -> None:
         matrix = _muon_defaults(
             momentum, nesterov, ns_coefficients, ns_steps, ns_dtype, adjust_lr_fn, eps, cautious_weight_decay, compat
@@ -114,6 +123,9 @@ class Muon(MatrixOptimizer):
             per_head=per_head,
             allow_no_matrices=allow_no_matrices,
             skip_nonfinite=skip_nonfinite,
+            transport_dtype=transport_dtype,
+            overlap_param_gather=overlap_param_gather,
+            process_group=process_group,
         )
 
 
@@ -168,6 +180,9 @@ class NorMuon(MatrixOptimizer):
         per_head: bool = False,
         allow_no_matrices: bool = False,
         skip_nonfinite: bool = True,
+        transport_dtype: torch.dtype | str | None = None,
+        overlap_param_gather: bool = False,
+        process_group: ProcessGroupArgument = None,
     ) -> None:
         matrix = _muon_defaults(
             momentum, nesterov, ns_coefficients, ns_steps, ns_dtype, adjust_lr_fn, eps, cautious_weight_decay, None
@@ -184,6 +199,9 @@ class NorMuon(MatrixOptimizer):
             per_head=per_head,
             allow_no_matrices=allow_no_matrices,
             skip_nonfinite=skip_nonfinite,
+            transport_dtype=transport_dtype,
+            overlap_param_gather=overlap_param_gather,
+            process_group=process_group,
         )
 
 

@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from hf_emopt.distributed.layout import ProcessGroupArgument
 from hf_emopt.groups import ParamsArgument
 from hf_emopt.linalg.precision import Precision
 from hf_emopt.matrix_optimizer import MatrixOptimizer
@@ -57,7 +58,8 @@ class Shampoo(MatrixOptimizer):
         matmul_precision, factor_storage, tolerated_failures, weight_decay_type: as for :class:`SOAP`.
         aux_lr, aux_betas, aux_eps, aux_weight_decay: of the AdamW part; ``None`` takes the matrices' value.
         matrix_modules, aux_modules: regular expressions on dotted parameter names that override the routing.
-        low_precision_weights, per_head, allow_no_matrices, skip_nonfinite: as for :class:`Muon`.
+        low_precision_weights, per_head, allow_no_matrices, skip_nonfinite, transport_dtype, overlap_param_gather,
+            process_group: as for :class:`Muon`.
 
     Raises:
         ValueError: when a value is out of range, or no parameter is a matrix.
@@ -106,6 +108,9 @@ class Shampoo(MatrixOptimizer):
         per_head: bool = False,
         allow_no_matrices: bool = False,
         skip_nonfinite: bool = True,
+        transport_dtype: torch.dtype | str | None = None,
+        overlap_param_gather: bool = False,
+        process_group: ProcessGroupArgument = None,
     ) -> None:
         start = precondition_frequency if start_preconditioning_step is None else start_preconditioning_step
         matrix: Group = {
@@ -149,6 +154,9 @@ class Shampoo(MatrixOptimizer):
             per_head=per_head,
             allow_no_matrices=allow_no_matrices,
             skip_nonfinite=skip_nonfinite,
+            transport_dtype=transport_dtype,
+            overlap_param_gather=overlap_param_gather,
+            process_group=process_group,
         )
 
 

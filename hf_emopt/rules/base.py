@@ -8,14 +8,14 @@ back to the parameter, where :mod:`hf_emopt.rules.elementwise` applies it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-__all__ = ["Clock", "Group", "MatrixRule", "state_dtype"]
+__all__ = ["Clock", "Group", "MatrixRule", "Shard", "state_dtype"]
 
 Group = dict[str, Any]
 """Hyperparameters of one parameter group, as in ``torch.optim.Optimizer.param_groups``."""
@@ -41,6 +41,28 @@ class Clock:
     rounds: tuple[int, ...]
     slots: tuple[tuple[int, ...], ...] = ()
     key: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Which part of a batch of whole matrices a tensor is, and how to sum over all parts. Nothing in it names a rank.
+
+    Attributes:
+        dim: the dimension that is cut: ``-2`` (rows) or ``-1`` (columns), the longer one or either one of a square.
+        full_shape: ``(m, n)`` of the whole matrices.
+        start, stop: the rows or columns that this part has. Parts may differ in size and be empty.
+        sum: adds a contiguous tensor up over all parts, in place or not; the result has the same bits everywhere.
+        max: the same for the elementwise largest value.
+        parts: ranks that share the matrices.
+    """
+
+    dim: int
+    full_shape: tuple[int, int]
+    start: int
+    stop: int
+    sum: Callable[[Tensor], Tensor]
+    max: Callable[[Tensor], Tensor]
+    parts: int
 
 
 class MatrixRule(ABC):
@@ -110,6 +132,31 @@ class MatrixRule(ABC):
     @abstractmethod
     def cost(self, m: int, n: int, group: Group) -> int:
         """Floating-point operations of :meth:`transform` for one ``m x n`` matrix, averaged over steps."""
+
+    def can_shard(self, group: Group) -> bool:
+        """Whether :meth:`transform_shard` gives with these hyperparameters what :meth:`transform` would."""
+        return False
+
+    def transform_shard(
+        self, x: Tensor, unit_state: dict[str, Tensor], group: Group, ok: Tensor | None, clock: Clock, shard: Shard
+    ) -> Tensor:
+        """:meth:`transform` for matrices cut over several ranks, all of which call it together.
+
+        ``x`` is this rank's ``(B, m_i, n)`` rows or ``(B, m, n_i)`` columns, ``unit_state`` was made by
+        :meth:`init_unit_state` for that shape, and the result is the same part of the whole update. State that does not
+        have the dimension that is cut is equal on all ranks.
+
+        Raises:
+            NotImplementedError: when :meth:`can_shard` says no.
+        """
+        raise NotImplementedError(f"{self.name} needs whole matrices with these hyperparameters: call transform")
+
+    def shard_cost(self, m: int, n: int, k: int, group: Group) -> int:
+        """Floating-point operations of :meth:`transform_shard` on each of ``k`` ranks for one ``m x n`` matrix.
+
+        The whole :meth:`cost` for a rule that cannot be sharded: nothing is gained by more ranks.
+        """
+        return self.cost(m, n, group)
 
     @abstractmethod
     def describe(self, group: Group) -> str:

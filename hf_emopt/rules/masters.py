@@ -27,7 +27,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-__all__ = ["LOW_PRECISION_WEIGHTS", "LowPrecisionWeights", "load_weights", "needs_master", "store_weights"]
+__all__ = [
+    "LOW_PRECISION_WEIGHTS",
+    "LowPrecisionWeights",
+    "init_weight_state",
+    "load_weights",
+    "needs_master",
+    "store_weights",
+]
 
 LowPrecisionWeights = Literal["split", "master", "kahan", "stochastic", "none"]
 LOW_PRECISION_WEIGHTS: tuple[str, ...] = ("split", "master", "kahan", "stochastic", "none")
@@ -69,6 +76,17 @@ def store_weights(
     for param, weight, state in zip(params, weights, states):
         if needs_master(param):
             _store(param, weight, state, policy, generator)
+
+
+def init_weight_state(param: Tensor, policy: str) -> dict[str, Tensor]:
+    """What :func:`store_weights` will write to, for a weight that is exactly what its dtype says."""
+    if not needs_master(param) or policy in ("stochastic", "none"):
+        return {}
+    if policy == "master":
+        return {"master_weight": param.detach().float()}
+    if policy == "split" and param.dtype is torch.bfloat16:
+        return {"weight_low_bits": torch.zeros_like(param, dtype=torch.int16)}
+    return {"weight_compensation": torch.zeros_like(param)}
 
 
 def _load(param: Tensor, state: dict[str, Tensor], policy: str) -> Tensor:

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from hf_emopt.linalg.coefficients import resolve_coefficients
 from hf_emopt.linalg.newton_schulz import newton_schulz, newton_schulz_flops
-from hf_emopt.rules.base import Clock, Group, MatrixRule, state_dtype
+from hf_emopt.linalg.newton_schulz_sharded import newton_schulz_sharded, newton_schulz_sharded_flops
+from hf_emopt.rules.base import Clock, Group, MatrixRule, Shard, state_dtype
 
 __all__ = ["ADJUST_LR_FNS", "COMPAT", "AdjustLrFn", "CompatName", "MuonRule", "NorMuonRule", "update_scale"]
 
@@ -186,8 +187,50 @@ class MuonRule(MatrixRule):
     ) -> Tensor:
         return self.scaled(self.orthogonalize(x, group), group, x.dtype)
 
+    def can_shard(self, group: Group) -> bool:
+        # Another implementation's bits need its order of products; rescaled rows have to be whole.
+        resolved = resolve_coefficients(group["ns_coefficients"], group["ns_steps"])
+        return group["compat"] is None and resolved.scaling == "frobenius"
+
+    def orthogonalize_shard(self, x: Tensor, group: Group, shard: Shard) -> Tensor:
+        """This rank's part of the polar factor; :meth:`orthogonalize` for cut matrices.
+
+        Raises:
+            NotImplementedError: when :meth:`can_shard` says no.
+        """
+        if not self.can_shard(group):
+            raise NotImplementedError(
+                f"{self.name} with compat={group['compat']!r} and ns_coefficients={group['ns_coefficients']!r} needs whole "
+                "matrices: call transform, or use compat=None and coefficients that rescale no rows"
+            )
+        return newton_schulz_sharded(
+            x,
+            shard.dim,
+            shard.sum,
+            shard.full_shape,
+            group["ns_steps"],
+            group["ns_coefficients"],
+            ns_dtype_of(group),
+            all_reduce_max=shard.max,
+            start=shard.start,
+            parts=shard.parts,
+            eps=group["eps"],
+            normalization="scale_free" if group["eps"] is None else "clamp",
+        )
+
+    def transform_shard(
+        self, x: Tensor, unit_state: dict[str, Tensor], group: Group, ok: Tensor | None, clock: Clock, shard: Shard
+    ) -> Tensor:
+        ortho = self.orthogonalize_shard(x, group, shard).to(x.dtype)
+        return ortho * update_scale(group["adjust_lr_fn"], *shard.full_shape)
+
     def cost(self, m: int, n: int, group: Group) -> int:
         return newton_schulz_flops(m, n, group["ns_steps"])
+
+    def shard_cost(self, m: int, n: int, k: int, group: Group) -> int:
+        if not self.can_shard(group):
+            return self.cost(m, n, group)
+        return newton_schulz_sharded_flops(m, n, k, group["ns_steps"])
 
     def describe(self, group: Group) -> str:
         form = _compat(group)
@@ -248,6 +291,23 @@ class NorMuonRule(MuonRule):
         target = torch.linalg.matrix_norm(ortho, keepdim=True)
         length = torch.linalg.matrix_norm(normalized, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
         return self.scaled(normalized * (target / length), group, x.dtype)
+
+    def transform_shard(
+        self, x: Tensor, unit_state: dict[str, Tensor], group: Group, ok: Tensor | None, clock: Clock, shard: Shard
+    ) -> Tensor:
+        ortho = self.orthogonalize_shard(x, group, shard).to(x.dtype)
+        moment = unit_state["row_second_moment"]
+        # Rows are whole where rows are cut; where columns are, the moments are the same on all ranks.
+        square_sum = ortho.square().sum(dim=-1, keepdim=True)
+        mean_square = (square_sum if shard.dim == -2 else shard.sum(square_sum)) / shard.full_shape[1]
+        if ok is not None:
+            mean_square = torch.where(ok, mean_square, moment)
+        moment.lerp_(mean_square, 1.0 - group["beta2"])
+        normalized = ortho / (moment.sqrt() + self._EPS)
+        parts = torch.stack([torch.linalg.matrix_norm(t, keepdim=True) for t in (ortho, normalized)])
+        target, length = shard.sum(parts.square()).sqrt().unbind(0)
+        update = normalized * (target / length.clamp_min(torch.finfo(x.dtype).tiny))
+        return update * update_scale(group["adjust_lr_fn"], *shard.full_shape)
 
 
 _OURS = Compat("clamp", 1e-7, "ema", False, None, "this package")

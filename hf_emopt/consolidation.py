@@ -1,0 +1,260 @@
+"""State that lies with owners: brought together for a checkpoint, and taken apart after one is loaded.
+
+Whole state is a dictionary by parameter name whose tensors are those of a single process: elementwise state shaped like the
+parameter, unit state with one row for each matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+from hf_emopt.distributed.agreement import control_device
+from hf_emopt.distributed.layout import Storage, chunk_boxes, storage_of
+from hf_emopt.distributed.plan import Bucket, PlannedParameter, Segment
+from hf_emopt.engine import Engine, part_of
+from hf_emopt.rules.base import Group
+from hf_emopt.rules.elementwise import init_adamw_state
+from hf_emopt.rules.masters import init_weight_state
+from hf_emopt.state import is_shaped
+
+__all__ = ["as_parameter", "gathered", "keep_owned", "sharded_unit_state", "whole_unit_state"]
+
+State = dict[str, Any]
+
+_SPREAD_NUMEL = 2**12
+
+
+def gathered(engine: Engine, keep: bool = True) -> dict[str, State]:
+    """Collective: whole state of every parameter whose state lies with owners, on the host.
+
+    Args:
+        keep: whether this rank wants it; others take part and return nothing.
+    """
+    result: dict[str, State] = {}
+    for plan in (engine.plan, engine.aux_plan):
+        for bucket in plan.buckets:
+            for i, parameter in enumerate(bucket.parameters):
+                state = engine.state.get(engine.parameter(bucket, i), {})
+                if "step" not in state:
+                    continue
+                whole: State = {
+                    key: value.detach().to("cpu", copy=True)
+                    for key, value in state.items()
+                    if key in ("step", "rounds") or (is_shaped(key) and engine.owned_of(bucket, i) is None)
+                }
+                if engine.owned_of(bucket, i) is not None:
+                    whole |= _whole_shaped(engine, bucket, i, keep)
+                whole |= whole_unit_state(engine, bucket, i, lambda t: t.to("cpu", copy=True) if keep else None)
+                result[parameter.name] = whole
+    return result if keep else {}
+
+
+def _whole_shaped(engine: Engine, bucket: Bucket, i: int, keep: bool) -> State:
+    """Elementwise state of a parameter, from the parts that owners have."""
+    param, group = engine.parameter(bucket, i), engine.groups[bucket.group]
+    meta = torch.empty_like(param, device="meta")
+    expected = dict(engine.rule.init_state(meta, group) if group["kind"] == "matrix" else init_adamw_state(meta))
+    expected |= init_weight_state(meta, group["low_precision_weights"])
+    state = engine.state[param]
+    mine = engine.owned_of(bucket, i) or []
+    result: State = {}
+    for key, like in sorted(expected.items()):
+        whole = torch.empty(like.shape, dtype=like.dtype, device=param.device)
+        offset = 0
+        for segment in (s for s in bucket.segments if s.parameter == i):
+            where = tuple(slice(a, b) for a, b in segment.box)
+            part = None
+            if segment in mine:
+                part = (
+                    state[key].narrow(segment.dim, offset, segment.shape[segment.dim])
+                    if state[key].ndim
+                    else state[key]
+                )
+                offset += segment.shape[segment.dim] if segment.shape else 0
+            whole[where] = _from_owner(engine, bucket, segment, part, segment.shape, like.dtype, param.device)
+        if keep:
+            result[key] = whole.cpu()
+    return result
+
+
+def whole_unit_state(engine: Engine, bucket: Bucket, i: int, use: Callable[[Tensor], Any]) -> State:
+    """Collective: unit state of one parameter, one tensor at a time on all ranks, each handed to ``use``."""
+    parameter, group = bucket.parameters[i], engine.groups[bucket.group]
+    param = engine.parameter(bucket, i)
+    state = engine.state.get(param, {})
+    result: State = {}
+    for u, unit in enumerate(parameter.units):
+        for name, like in sorted(_unit_like(engine, unit.shape, group, param).items()):
+            device = torch.device("cpu") if like.device.type == "cpu" else engine.compute_device(param)
+            whole = torch.empty(like.shape, dtype=like.dtype, device=device)
+            offset = 0
+            present = f"{name}.{u}" in state
+            for segment in (s for s in bucket.segments if s.parameter == i):
+                shape = _unit_like(engine, segment.units[u].shape, group, param)[name].shape
+                where = _unit_place(parameter, segment, u, like.shape, shape)
+                part = None
+                if segment.owner == engine.grid_of_bucket(bucket).position and present:
+                    part = state[f"{name}.{u}"][offset : offset + shape[0]]
+                    offset += shape[0]
+                whole[where] = _from_owner(engine, bucket, segment, part, shape, like.dtype, device)
+            result[f"{name}.{u}"] = use(whole)
+    return result
+
+
+def sharded_unit_state(engine: Engine) -> dict[str, State]:
+    """Collective: unit state of sharded parameters, as DTensors on the parameter's mesh, by parameter name."""
+    result: dict[str, State] = {}
+    for bucket in engine.plan.buckets:
+        for i, parameter in enumerate(bucket.parameters):
+            param = engine.parameter(bucket, i)
+            if "step" in engine.state.get(param, {}) and isinstance(param, DTensor):
+                result[parameter.name] = whole_unit_state(engine, bucket, i, partial(_spread, like=param))
+    return result
+
+
+def _spread(whole: Tensor, like: DTensor) -> Tensor:
+    """Cuts a tensor that all ranks have evenly over a parameter's shards; small ones stay whole, the same on all ranks."""
+    placements, mesh = list(like.placements), like.device_mesh
+    cut = [d for d, p in enumerate(placements) if isinstance(p, Shard) and mesh.size(d) > 1]
+    if not cut or whole.numel() < _SPREAD_NUMEL or whole.device.type != mesh.device_type:
+        return whole.clone()
+    count = mesh.size(cut[0])
+    dim = next((d for d, size in enumerate(whole.shape) if size >= count), whole.shape.index(max(whole.shape)))
+    placements[cut[0]] = Shard(dim)
+    box = chunk_boxes(whole.shape, dim, count)[mesh.get_local_rank(cut[0])]
+    local = whole[tuple(slice(a, b) for a, b in box)].clone()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
+
+
+def _unit_like(engine: Engine, shape: tuple[int, int, int], group: Group, param: Tensor) -> dict[str, Tensor]:
+    """Unit state of a shape without its memory. What rules keep on the host comes out on the host."""
+    return engine.rule.init_unit_state(shape, group, torch.empty(0, dtype=param.dtype, device="meta"))
+
+
+def _unit_place(
+    parameter: PlannedParameter, segment: Segment, u: int, whole: Sequence[int], part: Sequence[int]
+) -> tuple[slice, ...]:
+    """Where a segment's unit state belongs in the parameter's."""
+    if segment.team:  # along the dimension that differs, if any does
+        start, stop = segment.box[segment.dim]
+        return tuple(slice(None) if a == b else slice(start, stop) for a, b in zip(whole, part))
+    per_row = parameter.units[u].shape[0] // max(1, parameter.storage.shape[0])
+    first = segment.box[0][0] * per_row if part[0] != whole[0] else 0
+    return (slice(first, first + part[0]),)
+
+
+def _from_owner(
+    engine: Engine,
+    bucket: Bucket,
+    segment: Segment,
+    part: Tensor | None,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """Broadcasts a segment's part from its owner."""
+    grid = engine.grid_of_bucket(bucket)
+    if grid.world_size == 1:
+        assert part is not None
+        return part
+    group = grid.shard_group if grid.replicas == 1 else grid.replica_group if grid.shards == 1 else engine.council.group
+    wire = control_device(group)
+    value = torch.empty(tuple(shape), dtype=dtype, device=wire) if part is None else part.to(wire).contiguous()
+    # As bytes, since backends differ in which dtypes they move.
+    dist.broadcast(
+        value.view(torch.uint8) if value.ndim else value, src=bucket.storage.rank(segment.owner), group=group
+    )
+    return value.to(device)
+
+
+def keep_owned(engine: Engine, whole: dict[str, State]) -> None:
+    """Puts whole state into the engine's, each rank its own part of it."""
+    planned: set[str] = set()
+    for plan in (engine.plan, engine.aux_plan):
+        for bucket in plan.buckets:
+            for i, parameter in enumerate(bucket.parameters):
+                if whole.get(parameter.name):
+                    param = engine.parameter(bucket, i)
+                    engine.state[param] = _own(engine, bucket, i, whole[parameter.name], param)
+                    planned.add(parameter.name)
+    for group in engine.groups:
+        for name, param in zip(group["param_names"], group["params"]):
+            if name in planned or not whole.get(name):
+                continue
+            storage = storage_of(param, engine.grids[name])
+            engine.state[param] = {
+                key: as_parameter(value, param, storage)
+                if is_shaped(key)
+                else value.detach().to("cpu" if key == "rounds" else param.device, copy=True)
+                for key, value in sorted(whole[name].items())
+            }
+
+
+def _own(engine: Engine, bucket: Bucket, i: int, whole: State, param: Tensor) -> State:
+    parameter, group = bucket.parameters[i], engine.groups[bucket.group]
+    position = engine.grid_of_bucket(bucket).position
+    held = engine.owned_of(bucket, i)
+    mine = [s for s in bucket.owned(position) if s.parameter == i]
+    device = engine.compute_device(param)
+    kept: State = {}
+    for key in sorted(whole):  # sorted: a DTensor's whole is a collective
+        value = whole[key]
+        if is_shaped(key):
+            part = value if held is None else part_of(_full(value), held)
+            if part is not None:
+                kept[key] = (
+                    as_parameter(part, param, parameter.storage) if held is None else part.to(param.device, copy=True)
+                )
+        elif "." not in key:
+            kept[key] = value.detach().to("cpu" if key == "rounds" else param.device, copy=True)
+        else:
+            value = _full(value)
+            name, u = key.rsplit(".", 1)
+            parts = []
+            for segment in mine:
+                like = _unit_like(engine, segment.units[int(u)].shape, group, param)[name]
+                parts.append(value[_unit_place(parameter, segment, int(u), value.shape, like.shape)])
+                device = torch.device("cpu") if like.device.type == "cpu" else engine.compute_device(param)
+            if parts:
+                kept[key] = torch.cat(parts).to(device, copy=True)
+    return kept
+
+
+def _full(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def as_parameter(value: Tensor, param: Tensor, storage: Storage) -> Tensor:
+    """Elementwise state laid out as its parameter is, from a whole tensor or from one that is laid out already."""
+    if not isinstance(param, DTensor):
+        return _full(value).detach().to(param.device, copy=True)
+    if isinstance(value, DTensor):
+        if value.device_mesh == param.device_mesh and tuple(value.placements) == tuple(param.placements):
+            local = value.to_local()
+        else:
+            local = _cut(value.full_tensor(), storage, param)
+    else:
+        local = _cut(value, storage, param)
+    return DTensor.from_local(
+        local.detach().to(param.device, copy=True),
+        param.device_mesh,
+        param.placements,
+        run_check=False,
+        shape=param.shape,
+        stride=param.stride(),
+    )
+
+
+def _cut(whole: Tensor, storage: Storage, param: DTensor) -> Tensor:
+    shard = 0
+    if storage.shards > 1:
+        rank = dist.get_rank()
+        (shard,) = {row.index(rank) for row in storage.ranks if rank in row}
+    return whole[tuple(slice(a, b) for a, b in storage.boxes[shard])].contiguous()

@@ -1,0 +1,88 @@
+"""Updates that arrive behind the next forward pass: a module's parameters are waited for when the module is about to run."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["DelayedUpdates"]
+
+Task = Iterator[None]
+Pipeline = Callable[[Iterable[Task], bool], "deque[Task]"]
+
+
+class DelayedUpdates:
+    """Tasks that have started their collective, and hooks that finish them before anything reads what they change.
+
+    Hooks sit on the blocks of the model (the members of its ``nn.ModuleList`` s) and finish what a block's parameters wait
+    for, then on the model itself for parameters outside of blocks, and on every module's ``state_dict``. What reads a
+    parameter's data in another way has to call ``synchronize()`` of the optimizer first.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[Task, frozenset[int]]] = deque()
+        self._hooks: list[Any] = []
+
+    def attach(self, model: nn.Module | None) -> None:
+        """Puts the hooks on a model, in place of those of an earlier call."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        if model is None:
+            return
+        blocks = _outer_blocks(model)
+        inside = {id(p) for block in blocks for p in block.parameters()}
+        for block in blocks:
+            self._before(block, frozenset(id(p) for p in block.parameters()))
+        self._before(model, frozenset(id(p) for p in model.parameters() if id(p) not in inside))
+        for module in model.modules():
+            self._hooks.append(module.register_state_dict_pre_hook(lambda *_: self.finish()))
+
+    def _before(self, module: nn.Module, parameters: frozenset[int]) -> None:
+        self._hooks.append(module.register_forward_pre_hook(lambda *_: self.finish(parameters)))
+
+    def begin(self, tasks: Iterable[tuple[Task, Iterable[Tensor]]]) -> None:
+        """Runs each task to where it waits for bytes, and leaves it there.
+
+        Args:
+            tasks: with the parameters that each changes.
+        """
+        for task, params in tasks:
+            if next(task, StopIteration) is not StopIteration:
+                self._waiting.append((task, frozenset(id(p) for p in params)))
+
+    @torch.no_grad()
+    def finish(self, parameters: frozenset[int] | None = None) -> None:
+        """Finishes all tasks, or those up to the last that changes one of the given parameters (by ``id``).
+
+        In the order they were begun, since later stages are collectives too.
+        """
+        last = len(self._waiting)
+        if parameters is not None:
+            last = max((i + 1 for i, (_, changed) in enumerate(self._waiting) if changed & parameters), default=0)
+        for _ in range(last):
+            task, _ = self._waiting.popleft()
+            for _ in task:
+                pass
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy waits for nothing; the original must be synchronized first."""
+        return {"_waiting": deque(), "_hooks": []}
+
+
+def _outer_blocks(model: nn.Module) -> list[nn.Module]:
+    """Members of the outermost module lists."""
+    blocks: list[nn.Module] = []
+    for child in model.children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            blocks.extend(child.children())
+        else:
+            blocks.extend(_outer_blocks(child))
+    return blocks

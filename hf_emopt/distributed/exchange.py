@@ -1,0 +1,221 @@
+"""How the elements of a bucket travel: shards to the owner of a whole matrix, updates back, and copies to replicas.
+
+For a bucket on a grid of ``replicas x shards`` ranks, with ``P`` elements of matrices:
+
+===========  ============================================  =======================  ==========================
+stage        who with whom                                 received by a rank       skipped when
+===========  ============================================  =======================  ==========================
+``send``     all-to-all among the shards of a replica      P / (replicas shards)    not sharded, or local
+``give``     the same, back                                P / (replicas shards)    not sharded, or local
+``share``    all-gather among the replicas of a shard      P (1 - 1/replicas)       one replica
+                                                           / shards
+===========  ============================================  =======================  ==========================
+
+Every stage is one collective with exact sizes, started without waiting; what a rank receives is unpacked straight into the
+tensors that the mathematics reads. Sizes follow from the plan, so that nothing about them is ever exchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hf_emopt.distributed.layout import Box, Grid
+from hf_emopt.distributed.plan import Bucket, Segment
+
+__all__ = ["Arrival", "Exchange"]
+
+Slices = tuple[slice, ...]
+
+
+@dataclass
+class Arrival:
+    """A buffer that is being filled.
+
+    Attributes:
+        buffer: flat; undefined before :meth:`wait`.
+        works: collectives to wait for; on a GPU waiting makes the current stream wait, not the host.
+        keep: what they read, kept alive until then.
+    """
+
+    buffer: Tensor
+    works: tuple[Any, ...] = ()
+    keep: tuple[Tensor, ...] = ()
+
+    def wait(self) -> Tensor:
+        """The filled buffer."""
+        for work in self.works:
+            work.wait()
+        self.works, self.keep = (), ()
+        return self.buffer
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A box of a tensor, in that tensor's own coordinates."""
+
+    index: int
+    where: Slices
+    numel: int
+
+
+class Exchange:
+    """The collectives of one bucket, for the parameters that take part in a step.
+
+    Args:
+        bucket: what travels.
+        grid: the ranks, and this rank's place.
+        present: indices of the bucket's parameters that have a gradient; the same on all ranks.
+        dtype: of the wire.
+        device: where transforms run; buffers are there.
+    """
+
+    def __init__(
+        self, bucket: Bucket, grid: Grid, present: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.grid, self.dtype, self.device = grid, dtype, device
+        self.travels = grid.shards > 1 and not bucket.local
+        chosen = set(present)
+        segments = [s for s in bucket.segments if s.parameter in chosen]
+        row = {index: k for k, index in enumerate(present)}
+        self.owned = [s for s in segments if s.owner == grid.position]
+        boxes = [p.storage.boxes for p in bucket.parameters]
+        self._held = [
+            [_pieces(_owned_by(segments, q * grid.shards + s), boxes, grid.shard, row) for s in range(grid.shards)]
+            for q in range(grid.replicas)
+        ]
+        # For each shard, what it holds of this rank's segments, in the segments' coordinates.
+        self._asked = [
+            [
+                _Piece(k, _relative(inside, segment.box), _numel(inside))
+                for k, segment in enumerate(self.owned)
+                if (inside := _intersection(boxes[segment.parameter][s], segment.box)) is not None
+            ]
+            for s in range(grid.shards)
+        ]
+
+    # ------------------------------------------------------------------ shards to owners
+
+    def send(self, messages: Sequence[Tensor]) -> Arrival:
+        """Starts to bring the owned segments together from all shards.
+
+        Args:
+            messages: this rank's part of each present parameter.
+        """
+        pieces = self._held[self.grid.replica]
+        return self._all_to_all(self._packed(pieces, messages), _splits(pieces), _splits(self._asked))
+
+    def receive(self, arrival: Arrival, targets: Sequence[Tensor]) -> None:
+        """Waits for :meth:`send` and fills a tensor for each owned segment."""
+        _unpack(arrival.wait(), [p for pieces in self._asked for p in pieces], targets)
+
+    # ------------------------------------------------------------------ updates back
+
+    def give(self, outputs: Sequence[Tensor]) -> Arrival:
+        """Starts to return what owners made of their segments: to the shards, or, where all are whole, nowhere yet."""
+        if not self.travels:
+            pieces = self._held[self.grid.replica][self.grid.shard]
+            return Arrival(self._packed([self._asked[self.grid.shard]], outputs, sum(p.numel for p in pieces)))
+        buffer = self._packed(self._asked, outputs)
+        return self._all_to_all(buffer, _splits(self._asked), _splits(self._held[self.grid.replica]))
+
+    def share(self, arrival: Arrival) -> Arrival:
+        """Starts to copy what this replica has to the others, and theirs here."""
+        if self.grid.replicas == 1:
+            return arrival
+        mine = arrival.wait()
+        sizes = [sum(_splits(pieces)) for pieces in self._held]
+        everything = torch.empty(sum(sizes), dtype=self.dtype, device=self.device)
+        return Arrival(everything, _all_gather(everything, sizes, mine, self.grid), (mine,))
+
+    def take(self, arrival: Arrival, targets: Sequence[Tensor]) -> None:
+        """Waits and fills this rank's part of each present parameter.
+
+        What the owner is too is written as well: it went through the wire's dtype like everybody's.
+        """
+        replicas = self._held if self.grid.replicas > 1 else [self._held[self.grid.replica]]
+        _unpack(arrival.wait(), [p for shards in replicas for pieces in shards for p in pieces], targets)
+
+    # ------------------------------------------------------------------ packing
+
+    def _packed(self, pieces: Sequence[Sequence[_Piece]], tensors: Sequence[Tensor], size: int | None = None) -> Tensor:
+        flat = [p for run in pieces for p in run]
+        total = sum(p.numel for p in flat) if size is None else size
+        buffer = torch.empty(total, dtype=self.dtype, device=self.device)
+        if flat:
+            views = [part.view(tensors[p.index][p.where].shape) for part, p in zip(_parts(buffer, flat), flat)]
+            torch._foreach_copy_(views, [tensors[p.index][p.where] for p in flat])
+        return buffer
+
+    def _all_to_all(self, buffer: Tensor, sizes: list[int], wanted: list[int]) -> Arrival:
+        received = torch.empty(sum(wanted), dtype=self.dtype, device=self.device)
+        work = dist.all_to_all_single(received, buffer, wanted, sizes, group=self.grid.shard_group, async_op=True)
+        return Arrival(received, (work,), (buffer,))
+
+
+def _owned_by(segments: Sequence[Segment], position: int) -> list[Segment]:
+    return [s for s in segments if s.owner == position]
+
+
+def _pieces(
+    segments: Sequence[Segment], boxes: Sequence[tuple[Box, ...]], shard: int, row: dict[int, int]
+) -> list[_Piece]:
+    """What a shard holds of some segments, in its own coordinates."""
+    pieces = []
+    for segment in segments:
+        held = boxes[segment.parameter][shard]
+        inside = _intersection(held, segment.box)
+        if inside is not None:
+            pieces.append(_Piece(row[segment.parameter], _relative(inside, held), _numel(inside)))
+    return pieces
+
+
+def _intersection(a: Box, b: Box) -> Box | None:
+    box = tuple((max(s, t), min(u, v)) for (s, u), (t, v) in zip(a, b))
+    return box if all(start < stop for start, stop in box) else None
+
+
+def _relative(inside: Box, whole: Box) -> Slices:
+    return tuple(slice(start - origin, stop - origin) for (start, stop), (origin, _) in zip(inside, whole))
+
+
+def _numel(box: Box) -> int:
+    total = 1
+    for start, stop in box:
+        total *= stop - start
+    return total
+
+
+def _splits(runs: Sequence[Sequence[_Piece]]) -> list[int]:
+    return [sum(p.numel for p in run) for run in runs]
+
+
+def _parts(buffer: Tensor, pieces: Sequence[_Piece]) -> tuple[Tensor, ...]:
+    return buffer.split([p.numel for p in pieces])
+
+
+def _unpack(buffer: Tensor, pieces: Sequence[_Piece], targets: Sequence[Tensor]) -> None:
+    if not pieces:
+        return
+    views = [targets[p.index][p.where] for p in pieces]
+    torch._foreach_copy_(views, [part.view(v.shape) for part, v in zip(_parts(buffer, pieces), views)])
+
+
+def _all_gather(everything: Tensor, sizes: list[int], mine: Tensor, grid: Grid) -> tuple[Any, ...]:
+    """All-gather of different sizes into one buffer."""
+    group = grid.replica_group
+    if len(set(sizes)) == 1:
+        return (dist.all_gather_into_tensor(everything, mine, group=group, async_op=True),)
+    parts = list(everything.split(sizes))
+    if dist.get_backend(group) == "nccl":  # grouped broadcasts
+        return (dist.all_gather(parts, mine, group=group, async_op=True),)
+    parts[grid.replica].copy_(mine)
+    ranks = [row[grid.shard] for row in grid.ranks]
+    return tuple(
+        dist.broadcast(part, src=rank, group=group, async_op=True) for part, rank in zip(parts, ranks) if part.numel()
+    )

@@ -1,0 +1,376 @@
+"""What a step needs beside the rule: the plan, the ranks, and where state lies. Rebuilt when parameters change identity."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from hf_emopt.distributed.agreement import Agreement, Council, control_device, verify_plan, verify_replicas, warm_up
+from hf_emopt.distributed.exchange import Exchange
+from hf_emopt.distributed.layout import Grid, ProcessGroupArgument, grid_of, single_grid
+from hf_emopt.distributed.plan import Batch, Bucket, Plan, PlannedParameter, Segment, make_plan
+from hf_emopt.distributed.slots import Matrix, assign_slots
+from hf_emopt.rules.base import Group, MatrixRule
+from hf_emopt.rules.elementwise import init_adamw_state
+from hf_emopt.rules.masters import init_weight_state
+
+__all__ = ["Engine"]
+
+State = dict[str, Tensor]
+
+
+class Engine:
+    """The plans of one set of parameters, and what is kept between steps to carry them out.
+
+    Args:
+        rule: the update of a matrix.
+        groups: the optimizer's parameter groups.
+        state: the optimizer's ``state``, filled here.
+        matrices, others: what is planned: the matrix parameters, and of the other parameters those that ranks hold copies
+            of, whose elementwise step they share.
+        grids: the ranks of every parameter, by name.
+        transport_dtype: of the wire by name, or ``None``: bfloat16 on accelerators, float32 on the CPU.
+        forward_order: see :func:`~hf_emopt.distributed.plan.make_plan`.
+    """
+
+    def __init__(
+        self,
+        rule: MatrixRule,
+        groups: list[Group],
+        state: dict[Tensor, Any],
+        matrices: Sequence[PlannedParameter],
+        others: Sequence[PlannedParameter],
+        grids: dict[str, Grid],
+        transport_dtype: str | None,
+        forward_order: bool = False,
+    ) -> None:
+        self.rule, self.groups, self.state, self.grids = rule, groups, state, grids
+        self.transport_dtype = transport_dtype
+        self.plan: Plan = make_plan(matrices, forward_order=forward_order)
+        self.aux_plan: Plan = make_plan(others, forward_order=forward_order)
+        self.transform_count = 0
+        self.unit_states: dict[tuple[int, int], State] = {}
+        self.council = Council(None, ())
+        self._agreement = Agreement(None, frozenset())
+        self._ok: dict[torch.device, Tensor | None] = {}
+        self._exchanges: dict[tuple[Any, ...], Exchange] = {}
+        self._batches: dict[int, tuple[Batch, ...]] = {}
+        self._teams: dict[tuple[int, ...], Any] = {}
+        self._slots = self._assign_slots()
+        self._prepared = False
+
+    # ------------------------------------------------------------------ ranks
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that share any parameter."""
+        return max((grid.world_size for grid in self.grids.values()), default=1)
+
+    def prepare(self) -> None:
+        """Everything that ranks do together before their first step; once, and in the same order on all.
+
+        Raises:
+            RuntimeError: when ranks have different plans, or different values of what should be copies.
+        """
+        if self._prepared:
+            return
+        self._prepared = True
+        if self.world_size == 1:
+            return
+        self.council = Council(_council_group(list(self.grids.values())), self._shared_names())
+        warm_up(list(self.grids.values()), self.council.group)
+        verify_plan((self.plan.digest(), self.aux_plan.digest()), self.council.group)
+        by_group: dict[int, list[tuple[str, Tensor]]] = defaultdict(list)
+        handles: dict[int, Any] = {}
+        for name, param in self._named():
+            grid = self.grids[name]
+            if not isinstance(param, DTensor) and grid.replica_group is not None:
+                by_group[id(grid.replica_group)].append((name, param))
+                handles[id(grid.replica_group)] = grid.replica_group
+        for key, named in by_group.items():
+            verify_replicas(named, handles[key])
+        self._open_teams()
+
+    def _named(self) -> list[tuple[str, Tensor]]:
+        return [(name, p) for g in self.groups for name, p in zip(g["param_names"], g["params"])]
+
+    def _shared_names(self) -> list[str]:
+        """Parameters whose gradient must be there on all ranks or on none."""
+        local = {p.name for bucket in self.plan.buckets if bucket.local for p in bucket.parameters}
+        return [n for n, _ in self._named() if self.grids[n].world_size > 1 and n not in local]
+
+    def _open_teams(self) -> None:
+        for bucket in self.plan.buckets:
+            storage = bucket.storage
+            for team in sorted({s.team for s in bucket.segments if s.team}):
+                ranks = tuple(storage.rank(position) for position in team)
+                if ranks not in self._teams and dist.get_rank() in ranks:
+                    group = dist.new_group(list(ranks), use_local_synchronization=True)
+                    dist.all_reduce(torch.zeros(1, device=control_device(group)), group=group)
+                    self._teams[ranks] = group
+
+    def team_reductions(
+        self, bucket: Bucket, team: tuple[int, ...]
+    ) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+        """Sum and maximum over the ranks that share a matrix, in place."""
+        group = self._teams[tuple(bucket.storage.rank(position) for position in team)]
+        return partial(_reduce, op=dist.ReduceOp.SUM, group=group), partial(_reduce, op=dist.ReduceOp.MAX, group=group)
+
+    def grid_of_bucket(self, bucket: Bucket) -> Grid:
+        """The ranks of a bucket's parameters."""
+        return self.grids[bucket.parameters[0].name]
+
+    # ------------------------------------------------------------------ a step
+
+    def begin(self, finite: dict[torch.device, Tensor]) -> Agreement:
+        """Settles whether this step counts and which parameters take part.
+
+        Args:
+            finite: for each device, whether all gradients on it are finite; empty when not checked.
+        """
+        present = frozenset(name for name, p in self._named() if p.grad is not None)
+        flag = None
+        for device_flag in finite.values():
+            flag = device_flag if flag is None else flag & device_flag.to(flag.device)
+        self._agreement = self.council.agree(flag, present)
+        self._ok = {}
+        return self._agreement
+
+    def ok_on(self, device: torch.device) -> Tensor | None:
+        """The agreement's verdict on a device, or ``None``."""
+        if device not in self._ok:
+            ok = self._agreement.ok
+            # To the host it must have arrived before it is read.
+            self._ok[device] = None if ok is None else ok.to(device, non_blocking=device.type != "cpu")
+        return self._ok[device]
+
+    def present(self, bucket: Bucket) -> list[int]:
+        """Indices of a bucket's parameters that take part in this step."""
+        return [i for i, p in enumerate(bucket.parameters) if p.name in self._agreement.present]
+
+    def count_step(self, states: Sequence[State], ok: Tensor | None) -> None:
+        """Adds 1 to each ``step``, where the step counts."""
+        if not states:
+            return
+        steps = [state["step"] for state in states]
+        counted = torch.ones((), device=steps[0].device) if ok is None else ok.float()
+        # A list, since adding one tensor to many makes torch wait for the device to read it.
+        torch._foreach_add_(steps, [counted] * len(steps))
+
+    def generator(self, index: int, group: Group, device: torch.device, shard: int = 0) -> torch.Generator | None:
+        """Noise for stochastic rounding: a function of the step, so that replicas agree and a resumed run repeats it."""
+        if group["low_precision_weights"] != "stochastic":
+            return None
+        seed = group["rounding_seed"] * 65_537 + 257 * shard + index
+        return torch.Generator(device).manual_seed(seed)
+
+    # ------------------------------------------------------------------ buckets
+
+    def parameter(self, bucket: Bucket, i: int) -> Tensor:
+        """The ``i``-th parameter of a bucket."""
+        return self.groups[bucket.group]["params"][bucket.parameters[i].position]  # type: ignore[no-any-return]
+
+    def batches(self, index: int, bucket: Bucket) -> tuple[Batch, ...]:
+        """This rank's batches of a bucket of matrices."""
+        if index not in self._batches:
+            self._batches[index] = bucket.batches(self.grid_of_bucket(bucket).position)
+        return self._batches[index]
+
+    def exchange(self, index: int, bucket: Bucket, present: Sequence[int], exact: bool = False) -> Exchange:
+        """The collectives of a bucket; ``exact`` carries the parameters' own dtype."""
+        key = (id(bucket), exact, None if len(present) == len(bucket.parameters) else tuple(present))
+        if key not in self._exchanges:
+            param = self.parameter(bucket, present[0])
+            dtype = param.dtype if exact else self._wire(param)
+            grid = self.grid_of_bucket(bucket)
+            self._exchanges[key] = Exchange(bucket, grid, present, dtype, compute_device(param))
+        return self._exchanges[key]
+
+    def _wire(self, param: Tensor) -> torch.dtype:
+        if self.transport_dtype is not None:
+            return getattr(torch, self.transport_dtype)  # type: ignore[no-any-return]
+        if param.dtype is torch.float64:
+            return torch.float64
+        return torch.float32 if compute_device(param).type == "cpu" else torch.bfloat16
+
+    def compute_device(self, param: Tensor) -> torch.device:
+        """Where the parameter's matrices are transformed."""
+        return compute_device(param)
+
+    # ------------------------------------------------------------------ state
+
+    def ready_state(self, param: Tensor, group: Group, owned: Sequence[Segment] | None = None) -> State:
+        """The parameter's state, made when it is first met.
+
+        Args:
+            owned: this rank's segments, where ranks share a parameter that each holds whole: state is theirs alone.
+        """
+        state: State = self.state[param]
+        if "step" in state:
+            return state
+        state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
+        like = param if owned is None else part_of(param, owned)
+        if like is None:
+            return state
+        fresh = self.rule.init_state(like, group) if group["kind"] == "matrix" else init_adamw_state(like)
+        fresh |= init_weight_state(like, group["low_precision_weights"])
+        for key, value in fresh.items():
+            state.setdefault(key, value)
+        return state
+
+    def state_of(self, bucket: Bucket, i: int) -> State:
+        """State of the ``i``-th parameter of a bucket."""
+        param = self.parameter(bucket, i)
+        state: State = self.state[param]
+        if "step" in state:
+            return state
+        return self.ready_state(param, self.groups[bucket.group], self.owned_of(bucket, i))
+
+    def owned_of(self, bucket: Bucket, i: int) -> list[Segment] | None:
+        """This rank's segments of a parameter whose state lies with owners; ``None`` where it lies as the parameter does."""
+        grid = self.grid_of_bucket(bucket)
+        if not self._has_owners(bucket):
+            return None
+        return [s for s in bucket.owned(grid.position) if s.parameter == i]
+
+    def _has_owners(self, bucket: Bucket) -> bool:
+        """Whether every rank holds the bucket's parameters whole and their state lies with owners."""
+        return bucket.storage.world_size > 1 and not isinstance(self.parameter(bucket, 0), DTensor)
+
+    def next_round(self, state: State) -> int:
+        """Counts the optimizer steps that a parameter took part in, on the host, for rules with a schedule."""
+        if not self.rule.scheduled:
+            return 1
+        state.setdefault("rounds", torch.zeros((), dtype=torch.int64)).add_(1)
+        return int(state["rounds"])
+
+    def unit_storage(self, key: tuple[int, int], bucket: Bucket, batch: Batch, group: Group) -> State:
+        """State of a batch of matrices, one tensor for all of them; ``state`` holds views of it by parameter.
+
+        Made when a batch is first met, from what ``state`` has (a loaded checkpoint) or from the rule's start.
+        """
+        if key in self.unit_states:
+            return self.unit_states[key]
+        owned = bucket.owned(self.grid_of_bucket(bucket).position)
+        runs: list[tuple[int, int, int]] = []  # parameter, unit, matrices: neighbours of one parameter are one
+        for (i, u), size in zip(batch.jobs, batch.sizes):
+            which = owned[i].parameter
+            if runs and runs[-1][:2] == (which, u):
+                size += runs.pop()[2]
+            runs.append((which, u, size))
+        parts: dict[str, list[Tensor]] = defaultdict(list)
+        for i, u, size in runs:
+            param = self.parameter(bucket, i)
+            known = self.state.get(param, {})
+            like = torch.empty(0, dtype=param.dtype, device=compute_device(param))
+            for name, value in self.rule.init_unit_state((size, *batch.shape), group, like).items():
+                parts[name].append(known.get(f"{name}.{u}", value))
+        storage = {name: torch.cat(values) for name, values in parts.items()}
+        for name, value in storage.items():
+            for view, (i, u, _) in zip(value.split([size for _, _, size in runs]), runs):
+                self.state[self.parameter(bucket, i)][f"{name}.{u}"] = view
+        self.unit_states[key] = storage
+        return storage
+
+    def settle(self) -> None:
+        """Finishes what a rule computes in the background, so that ``state`` says all there is to say."""
+        for key, storage in self.unit_states.items():
+            self.rule.settle(key, storage)
+
+    @property
+    def has_owned_state(self) -> bool:
+        """Whether a parameter that every rank holds whole has its state with owners."""
+        owners = any(self._has_owners(b) for plan in (self.plan, self.aux_plan) for b in plan.buckets)
+        return owners and self.scattered
+
+    @property
+    def scattered(self) -> bool:
+        """Whether any state of this rank is its own part of a whole that other ranks have parts of, DTensors apart."""
+        return self.world_size > 1 and any("step" in state for state in self.state.values())
+
+    # ------------------------------------------------------------------ schedule
+
+    def _assign_slots(self) -> dict[Matrix, tuple[int, ...]]:
+        """When, within its period, each piece of a rule's periodic work is done.
+
+        From the matrices of all ranks, so that the schedule, and with it every weight, does not depend on their number.
+        """
+        slots: dict[Matrix, tuple[int, ...]] = {}
+        for group_index, group in enumerate(self.groups):
+            alike: dict[tuple[int, int], list[Matrix]] = defaultdict(list)
+            planned = [p for bucket in self.plan.buckets if bucket.group == group_index for p in bucket.parameters]
+            for p in sorted(planned, key=lambda p: (-p.cost, p.name)):  # as buckets are filled in one process
+                for u, unit in enumerate(p.units):
+                    alike[unit.shape[1:]].extend((p.name, u, b) for b in range(unit.shape[0]))
+            work = [(matrices, self.rule.periodic_costs(*shape, group)) for shape, matrices in alike.items()]
+            slots |= assign_slots(work, self.rule.period(group)) if work else {}
+        return slots
+
+    @staticmethod
+    def _matrix(bucket: Bucket, segment: Segment, unit: int, b: int) -> Matrix:
+        first = segment.box[0][0] * (segment.units[unit].shape[0] // max(1, segment.shape[0]))
+        return (bucket.parameters[segment.parameter].name, unit, first + b)
+
+    def slot(self, bucket: Bucket, segment: Segment, unit: int, b: int) -> tuple[int, ...]:
+        """Slots of the pieces of a matrix."""
+        return self._slots[self._matrix(bucket, segment, unit, b)]
+
+
+def part_of(tensor: Tensor, owned: Sequence[Segment]) -> Tensor | None:
+    """The owned segments of a tensor as one, in order, or ``None`` when there are none."""
+    if not owned:
+        return None
+    if owned[0].shape == tuple(tensor.shape):
+        return tensor
+    parts = [tensor[tuple(slice(a, b) for a, b in s.box)] for s in owned]
+    return torch.cat(parts, dim=owned[0].dim) if len(parts) > 1 else parts[0].contiguous()
+
+
+def compute_device(param: Tensor) -> torch.device:
+    """The mesh's accelerator for a shard that is offloaded to the host, and else where the parameter is."""
+    if isinstance(param, DTensor):
+        kind = param.device_mesh.device_type
+        if kind != param.device.type:
+            return torch.device(kind, torch.accelerator.current_device_index())
+    return param.device
+
+
+def build_grids(named: Sequence[tuple[str, Tensor]], process_group: ProcessGroupArgument) -> dict[str, Grid]:
+    """The ranks of every parameter; parameters of one mesh share one grid."""
+    grids: dict[str, Grid] = {}
+    known: dict[Any, Grid] = {}
+    for name, param in named:
+        if param.device.type == "meta" and not isinstance(param, DTensor):
+            grids[name] = known.setdefault("meta", single_grid())
+            continue
+        key: Any = "plain"
+        if isinstance(param, DTensor):
+            key = (param.device_mesh, tuple((type(p), getattr(p, "dim", None)) for p in param.placements))
+        if key not in known:
+            known[key] = grid_of(name, param, process_group)
+        grids[name] = known[key]
+    return grids
+
+
+def _council_group(grids: Sequence[Grid]) -> Any:
+    """The process group of all ranks that share any parameter."""
+    ranks = sorted({rank for grid in grids for row in grid.ranks for rank in row})
+    if ranks == list(range(dist.get_world_size())):
+        return dist.group.WORLD
+    for grid in grids:
+        for group in (grid.shard_group, grid.replica_group):
+            if group is not None and sorted(dist.get_process_group_ranks(group)) == ranks:
+                return group
+    return dist.new_group(ranks, use_local_synchronization=True)
+
+
+def _reduce(tensor: Tensor, op: Any, group: Any) -> Tensor:
+    dist.all_reduce(tensor, op=op, group=group)
+    return tensor

@@ -1,0 +1,258 @@
+"""The Newton-Schulz iteration on a matrix that is cut along its long side, without ever putting it together.
+
+With ``X`` as ``(s, l)``, short side first, and columns ``X_i`` on rank ``i``, the Gram matrix ``A = sum_i X_i X_i^T`` is
+one all-reduce of ``s x s``, and everything after it acts on each rank's columns alone: ``X_i <- a X_i + (b A + c A A)
+X_i``. Only sums over ranks are asked of the caller, so nothing here knows of processes or devices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from hf_emopt.linalg.coefficients import CoefficientSpec, ResolvedCoefficients, resolve_coefficients
+from hf_emopt.linalg.newton_schulz import (
+    Normalization,
+    _check_dtype,
+    _check_input,
+    _check_normalization,
+    default_dtype,
+)
+from hf_emopt.linalg.symmetric import add_product, gram, symmetric_polynomial
+
+__all__ = ["Reduce", "newton_schulz_sharded", "newton_schulz_sharded_flops"]
+
+Reduce = Callable[[Tensor], Tensor]
+"""Reduces a contiguous tensor elementwise over the ranks that share a matrix, in place or not, and returns the result,
+which must have the same bits on all of them."""
+
+Form = Literal["polynomial", "gram_twice", "shared_polynomial"]
+
+# An element of an s x s exchange has to save this many operations: on an H100, 600 TFLOP/s of products against
+# 300 GB/s of all-reduce make two bytes, of which half travel and travel twice, worth about 4,000.
+_EXCHANGE_FLOPS = 4096
+
+
+def _cheapest_form(short: int, long: int, parts: int) -> tuple[Form, int]:
+    """How a step is done, and its operations on the rank with the longest slice; depends on whole shapes only.
+
+    With ``l`` columns on the rank, the Gram matrix is ``2 s^2 l`` in each of
+
+    * ``"polynomial"``: ``b A + c A A`` on every rank and one product: ``2 s^3 + 2 s^2 l``;
+    * ``"gram_twice"``: ``(b X + c A X)`` and ``A`` times that: ``4 s^2 l``, which falls with ``l`` alone;
+    * ``"shared_polynomial"``: each rank computes its part of the rows of ``b A + c A A``, which are exchanged:
+      ``2 s^3 / k + 2 s^2 l``, where the saving is worth the exchange.
+    """
+    columns, rows = -(-long // parts), -(-short // parts)
+    base = 2 * short * short * columns
+    flops: dict[Form, int] = {
+        "polynomial": base + 2 * short**3 + base,
+        "gram_twice": base + 2 * base,
+        "shared_polynomial": base + 2 * short * short * rows + base,
+    }
+    price = {"shared_polynomial": _EXCHANGE_FLOPS * short * short}
+    form = min(flops, key=lambda name: flops[name] + price.get(name, 0))
+    return form, flops[form]
+
+
+def newton_schulz_sharded_flops(m: int, n: int, parts: int, steps: int = 5) -> int:
+    """FLOPs of each of ``parts`` ranks (of the one with the longest slice) to orthogonalize one ``(m, n)`` matrix.
+
+    Counted as :func:`~hf_emopt.linalg.newton_schulz.newton_schulz_flops` counts, and equal to it for one part. Square
+    matrices scale as ``1 / parts``; others up to half as much again is spent, or an exchange more.
+    """
+    return steps * _cheapest_form(min(m, n), max(m, n), parts)[1]
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """Columns ``start`` to ``stop`` of matrices ``(s, l)``, short side first, and the sums over all slices."""
+
+    short: int
+    long: int
+    start: int
+    stop: int
+    form: Form
+    sum: Reduce
+    max: Reduce
+
+    def frobenius_norm(self, y: Tensor) -> Tensor:
+        """Of the whole matrices, ``(..., 1, 1)``, at least in float32."""
+        wide = torch.promote_types(y.dtype, torch.float32)
+        part: Tensor = torch.linalg.vector_norm(y, dim=(-2, -1), keepdim=True, dtype=wide)
+        return self.sum(part.square()).sqrt()
+
+    def peak(self, y: Tensor) -> Tensor:
+        """Largest magnitude in the whole matrices, ``(..., 1, 1)``."""
+        if y.shape[-1] == 0:
+            return self.max(y.new_zeros(*y.shape[:-2], 1, 1))
+        return self.max(torch.linalg.vector_norm(y, ord=math.inf, dim=(-2, -1), keepdim=True))
+
+    def gram(self, y: Tensor) -> Tensor:
+        """Gram matrices of the whole: exactly symmetric, and bit-equal on all ranks."""
+        # Half of a symmetric matrix travels, so float32 sums cost no more bytes than all of it in 16 bits would.
+        part = _pack(gram(y))
+        return _unpack(self.sum(part.to(torch.promote_types(y.dtype, torch.float32))).to(y.dtype), self.short)
+
+    def polynomial(self, a: Tensor, b: float, c: float) -> Tensor:
+        """``b A + c A A``, of which each rank computes the rows that correspond to its columns of the matrix."""
+        first, last = (bound * self.short // self.long for bound in (self.start, self.stop))
+        part = torch.zeros_like(a)
+        if last > first:
+            rows = a[..., first:last, :]
+            product = torch.addmm if a.ndim == 2 else torch.baddbmm
+            part[..., first:last, :] = product(rows, rows, a, beta=b, alpha=c)
+        return _unpack(self.sum(_pack(part)), self.short)  # sums with zeros: exact in every dtype
+
+
+@torch.no_grad()
+def newton_schulz_sharded(
+    x: Tensor,
+    dim: int,
+    all_reduce: Reduce,
+    full_shape: tuple[int, int],
+    steps: int | None = 5,
+    coefficients: CoefficientSpec = "jordan",
+    dtype: torch.dtype | None = None,
+    *,
+    all_reduce_max: Reduce,
+    start: int,
+    parts: int,
+    eps: float | None = None,
+    normalization: Normalization = "scale_free",
+) -> Tensor:
+    """This rank's slice of what :func:`~hf_emopt.linalg.newton_schulz.newton_schulz` makes of the whole matrices.
+
+    A collective: all ranks that share the matrices call it with the same arguments but ``x`` and ``start``.
+
+    Args:
+        x: rows ``(..., m_i, n)`` (``dim=-2``) or columns ``(..., m, n_i)`` (``dim=-1``) of matrices ``(..., m, n)``; any
+            real floating dtype, never modified. Slices may be of any size, also empty.
+        dim: the dimension that is cut: the longer one, or either one of square matrices.
+        all_reduce: sums over the ranks, see :data:`Reduce`.
+        full_shape: ``(m, n)``.
+        steps, coefficients, dtype: as in ``newton_schulz``.
+        all_reduce_max: largest value over the ranks; called for ``"scale_free"`` only.
+        start: index of the slice's first row or column. The slices together are the matrix, without overlap.
+        parts: ranks that share the work evenly enough to be counted; it chooses the order of products, not the result.
+        eps, normalization: as in ``newton_schulz``. ``"clamp"`` and ``"add"`` take the norm in float32 and round it to
+            ``dtype``: the definition of the programs they are named after, but not their bits.
+
+    Returns:
+        The slice of the result, shaped as ``x``, in ``dtype``. As with the whole matrix, zeros give zeros, and a NaN or an
+        infinity anywhere makes all of its matrix non-finite, on every rank.
+
+    Per step and rank: the products of :func:`newton_schulz_sharded_flops`; one all-reduce of ``s (s + 1) / 2`` elements
+    (the lower triangle of the Gram matrix, in float32, or float64 for that dtype), and where it pays a second one in
+    ``dtype``. Once: one number per matrix for the norm and one for the peak; a Gram matrix more for row rescaling.
+
+    Raises:
+        TypeError: ``x`` is not a real floating-point tensor.
+        ValueError: arguments that ``newton_schulz`` refuses; a cut along the short side; a slice that does not fit
+            ``full_shape``; rows of square matrices with a coefficient set that rescales rows.
+    """
+    _check_input(x)
+    dim = _check_slice(x, dim, full_shape, start, parts)
+    dtype = _check_dtype(default_dtype(x.device) if dtype is None else dtype)
+    resolved = resolve_coefficients(coefficients, steps)
+    floor = _check_normalization(normalization, eps, resolved)
+    if resolved.scaling == "aol" and dim == -2 and full_shape[0] == full_shape[1]:
+        raise ValueError(
+            f"coefficient set {resolved.name!r} rescales rows of square matrices, which are whole only when these are cut "
+            "along columns: use dim=-1"
+        )
+    batch = math.prod(x.shape[:-2])
+    if batch == 0 or 0 in full_shape:  # the same on all ranks, so none waits for another
+        return torch.empty(x.shape, dtype=dtype, device=x.device)
+
+    matrices = x.reshape(x.shape[-2:]) if batch == 1 else x.reshape(batch, *x.shape[-2:])
+    y = matrices.mT if dim == -2 else matrices
+    short, long = min(full_shape), max(full_shape)
+    form = _cheapest_form(short, long, parts)[0]
+    part = _Slice(short, long, start, start + x.shape[dim], form, all_reduce, all_reduce_max)
+    if normalization == "scale_free":
+        y = _normalize_scale_free(y, part, resolved, dtype)
+    else:
+        y = y.to(dtype)
+        norm = part.frobenius_norm(y).to(dtype) * resolved.safety_factor
+        y = y / (norm.clamp(min=floor * resolved.safety_factor) if normalization == "clamp" else norm + floor)
+    for a, b, c in resolved.steps:
+        y = _step(y, part, a, b, c)
+    return (y.mT if dim == -2 else y).reshape(x.shape)
+
+
+def _check_slice(x: Tensor, dim: int, full_shape: tuple[int, int], start: int, parts: int) -> int:
+    if dim not in (-2, -1, x.ndim - 2, x.ndim - 1):
+        raise ValueError(f"dim={dim} must be one of the last two dimensions of {tuple(x.shape)}")
+    dim = dim if dim < 0 else dim - x.ndim
+    other = -3 - dim
+    if full_shape[dim] < full_shape[other]:
+        raise ValueError(
+            f"matrices {tuple(full_shape)} are cut along their short side (dim={dim}), where a Gram matrix needs whole "
+            f"rows; cut them along dim={other}"
+        )
+    if x.shape[other] != full_shape[other] or start < 0 or start + x.shape[dim] > full_shape[dim]:
+        raise ValueError(
+            f"a slice {tuple(x.shape)} from {start} on along dim={dim} is not part of matrices {tuple(full_shape)}"
+        )
+    if parts < 1:
+        raise ValueError(f"parts={parts} must be at least 1")
+    return dim
+
+
+def _normalize_scale_free(x: Tensor, part: _Slice, resolved: ResolvedCoefficients, dtype: torch.dtype) -> Tensor:
+    wide = x if x.dtype == torch.float64 else x.float()
+    peak = part.peak(wide)
+    y = wide / peak.masked_fill(peak == 0, 1.0)  # a new tensor, which may be changed from here on
+    y.div_(part.frobenius_norm(y).clamp_(min=1.0).mul_(resolved.safety_factor))
+    if resolved.scaling == "aol":
+        product = part.gram(y if dtype == torch.float16 else y.to(dtype))
+        row_sum: Tensor = torch.linalg.vector_norm(product, ord=1, dim=-1, keepdim=True, dtype=y.dtype)
+        y = y * row_sum.rsqrt().masked_fill(row_sum == 0, 0.0)
+    return y.to(dtype)
+
+
+def _step(y: Tensor, part: _Slice, a: float, b: float, c: float) -> Tensor:
+    product = part.gram(y)
+    if part.form == "polynomial" or c == 0:
+        return add_product(a, symmetric_polynomial(product, b, c), y)
+    if part.form == "shared_polynomial":
+        return add_product(a, part.polynomial(product, b, c), y)
+    multiply = torch.addmm if y.ndim == 2 else torch.baddbmm
+    return multiply(y, product, multiply(y, product, y, beta=b, alpha=c), beta=a)
+
+
+def _pack(a: Tensor) -> Tensor:
+    """Lower triangle of ``(..., s, s)`` as ``(..., s (s + 1) / 2)``, in large pieces and without index tensors.
+
+    The two triangles on the diagonal fit together into one rectangle; the square below the first of them follows.
+    """
+    s = a.shape[-1]
+    h = (s + 1) // 2
+    r = s - h
+    triangles = a.new_zeros(*a.shape[:-2], h, r + 1)
+    triangles[..., :h].copy_(a[..., :h, :h].tril())
+    triangles[..., :r, 1:] += a[..., h:, h:].mT.triu()
+    return torch.cat([triangles.flatten(-2), a[..., h:, :h].flatten(-2)], dim=-1)
+
+
+def _unpack(packed: Tensor, s: int) -> Tensor:
+    """The symmetric matrices of which :func:`_pack` took the lower triangles."""
+    h = (s + 1) // 2
+    r = s - h
+    batch = packed.shape[:-1]
+    triangles = packed[..., : h * (r + 1)].unflatten(-1, (h, r + 1))
+    a = packed.new_empty(*batch, s, s)
+    first, last = triangles[..., :h].tril(), triangles[..., :r, 1:].triu()
+    a[..., :h, :h] = first + first.tril(-1).mT
+    a[..., h:, h:] = last + last.triu(1).mT
+    if r:
+        below = packed[..., h * (r + 1) :].unflatten(-1, (r, h))
+        a[..., h:, :h] = below
+        a[..., :h, h:] = below.mT
+    return a

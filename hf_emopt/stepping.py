@@ -1,0 +1,340 @@
+"""One step of a plan: the three phases of every bucket, and between them the exchange.
+
+The step of a bucket is a generator. It yields where it has started a collective and could wait; :func:`pipeline` goes on
+with other buckets meanwhile, always in the same order on every rank. Where nothing has to travel it never yields.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from hf_emopt.distributed.exchange import Exchange
+from hf_emopt.distributed.layout import local_gradient, local_tensor
+from hf_emopt.distributed.plan import Batch, Bucket, Segment
+from hf_emopt.routing.unit import Unit
+from hf_emopt.rules.base import Clock, Group, Shard
+from hf_emopt.rules.elementwise import adamw_step, apply_updates
+from hf_emopt.rules.masters import needs_master
+from hf_emopt.state import is_shaped
+
+if TYPE_CHECKING:
+    from hf_emopt.engine import Engine
+
+__all__ = ["Part", "Task", "pipeline", "step_aux_bucket", "step_bucket"]
+
+Task = Iterator[None]
+State = dict[str, Tensor]
+
+
+@dataclass
+class Part:
+    """What a phase works on: a weight, its gradient and its state, or the same part of all three."""
+
+    weight: Tensor
+    grad: Tensor
+    state: State
+
+
+def pipeline(tasks: Iterable[Task], leave: bool = False) -> deque[Task]:
+    """Runs tasks so that each collective has the mathematics of other buckets to hide behind.
+
+    A task begins, then those begun before it go on by one stage each, latest first: so the next bucket's bytes are on
+    their way before this bucket's products are queued.
+
+    Args:
+        leave: stop when all have begun, and return what is left to do.
+    """
+    begun: deque[Task] = deque()
+    for task in tasks:
+        begun.appendleft(task)
+        _advance(begun)
+    while begun and not leave:
+        _advance(begun)
+    return begun
+
+
+def _advance(begun: deque[Task]) -> None:
+    for task in list(begun):
+        if next(task, StopIteration) is StopIteration:
+            begun.remove(task)
+
+
+# ---------------------------------------------------------------------- matrices
+
+
+def step_bucket(engine: Engine, index: int, bucket: Bucket, present: Sequence[int], group: Group) -> Task:
+    """The step of a bucket of matrices.
+
+    Args:
+        engine: whose rule, state and grids are used.
+        index: of the bucket in the plan.
+        present: indices of the bucket's parameters with a gradient.
+        group: hyperparameters as they are to be applied.
+    """
+    grid = engine.grid_of_bucket(bucket)
+    params = [engine.parameter(bucket, i) for i in present]
+    owned = [s for s in bucket.owned(grid.position) if s.parameter in set(present)]
+    row = {i: k for k, i in enumerate(present)}
+    rounds = [engine.next_round(engine.state_of(bucket, i)) for i in present]
+    sharded = isinstance(params[0], DTensor)  # state lies as the parameter does, also where there is but one shard
+    parts = _shards(engine, bucket, present) if sharded else _owned_parts(engine, bucket, owned)
+    ok = engine.ok_on(params[0].device)
+    messages = engine.rule.accumulate(
+        [p.weight for p in parts], [p.grad for p in parts], [p.state for p in parts], group, ok
+    ) if parts else []  # fmt: skip
+    exchange = None
+    if grid.world_size > 1:
+        exchange = engine.exchange(index, bucket, present, exact=not sharded and needs_master(params[0]))
+    inputs: list[Tensor | None] = list(messages)
+    arrival = None
+    if sharded and exchange is not None and exchange.travels:
+        arrival = exchange.send(messages)
+        yield
+        inputs = [None] * len(owned)
+    elif sharded:
+        inputs = [messages[row[s.parameter]][_within(s, bucket, grid.shard)] for s in owned]
+    transform = _Transform(engine, index, bucket, owned, group, {i: rounds[k] for i, k in row.items()})
+    stacked = transform.stack(inputs, params[0])
+    if arrival is not None and exchange is not None:
+        exchange.receive(arrival, transform.targets)
+        stacked = transform.restack()
+    updates = transform.run(stacked, present)
+    engine.count_step([engine.state_of(bucket, i) for i in present], ok)
+    warmup = engine.rule.warmup_rounds(group)
+    moving = [k for k in range(len(present)) if rounds[k] > warmup]
+    generator = engine.generator(index, group, params[0].device, grid.shard)
+    if exchange is None:
+        _apply([parts[k] for k in moving], [updates[k] for k in moving], group, ok, generator)
+        return
+    if not sharded and needs_master(params[0]):  # weights travel: what their dtype cannot hold stays with the owner
+        chosen = [k for k, s in enumerate(owned) if row[s.parameter] in moving]
+        _apply([parts[k] for k in chosen], [updates[k] for k in chosen], group, ok, generator)
+        yield from _gather([p.weight for p in parts], [local_tensor(p) for p in params], exchange)
+        return
+    arrival = exchange.give(updates)
+    if exchange.travels:
+        yield
+    if grid.replicas > 1:
+        arrival = exchange.share(arrival)
+        yield
+    whole = parts if sharded else [Part(local_tensor(p), p, {}) for p in params]
+    returned = [torch.empty(p.weight.shape, dtype=exchange.dtype, device=p.weight.device) for p in whole]
+    exchange.take(arrival, returned)
+    _apply([whole[k] for k in moving], [returned[k] for k in moving], group, ok, generator)
+
+
+def _apply(parts: list[Part], updates: list[Tensor], group: Group, ok: Tensor | None, generator: Any) -> None:
+    apply_updates([p.weight for p in parts], updates, [p.state for p in parts], group, ok, generator)
+
+
+def _gather(mine: list[Tensor], everyone: list[Tensor], exchange: Exchange) -> Task:
+    arrival = exchange.share(exchange.give(mine))
+    yield
+    exchange.take(arrival, everyone)
+
+
+def _shards(engine: Engine, bucket: Bucket, present: Sequence[int]) -> list[Part]:
+    """This rank's shard of each parameter, or the whole where there is but one rank."""
+    parts = []
+    for i in present:
+        param = engine.parameter(bucket, i)
+        state = {key: local_tensor(value) for key, value in engine.state_of(bucket, i).items()}
+        parts.append(Part(local_tensor(param), _gradient(param), state))
+    return parts
+
+
+def _owned_parts(engine: Engine, bucket: Bucket, owned: Sequence[Segment]) -> list[Part]:
+    """The segments that this rank owns of parameters that it holds whole."""
+    parts = []
+    offsets: dict[int, int] = defaultdict(int)
+    for segment in owned:
+        param, state = engine.parameter(bucket, segment.parameter), engine.state_of(bucket, segment.parameter)
+        grad = _gradient(param)
+        if segment.shape == tuple(param.shape):
+            parts.append(Part(local_tensor(param), grad, state))
+            continue
+        where = tuple(slice(a, b) for a, b in segment.box)
+        start, length = offsets[segment.parameter], segment.shape[segment.dim]
+        offsets[segment.parameter] += length
+        mine = {key: value.narrow(segment.dim, start, length) for key, value in state.items() if is_shaped(key)}
+        # Each part counts for itself; only the first is the parameter's own count.
+        mine["step"] = state["step"] if start == 0 else state["step"].clone()
+        parts.append(Part(param[where], grad[where], mine))
+    return parts
+
+
+def _gradient(param: Tensor) -> Tensor:
+    """The local gradient; zeros where only other ranks have one (the step is then skipped, but must not hang)."""
+    grad = local_gradient(param)
+    return torch.zeros_like(local_tensor(param)) if grad is None else grad
+
+
+def _within(segment: Segment, bucket: Bucket, shard: int) -> tuple[slice, ...]:
+    """A segment inside the box that its shard holds."""
+    held = bucket.parameters[segment.parameter].storage.boxes[shard]
+    return tuple(slice(a - origin, b - origin) for (a, b), (origin, _) in zip(segment.box, held))
+
+
+def _is_plain(unit: Unit) -> bool:
+    """Whether the unit's matrices are the segment's elements in their own order."""
+    return unit.dim is None and unit.batch + unit.rows + unit.cols == tuple(range(len(unit.view)))
+
+
+class _Transform:
+    """Whole matrices of one rank's segments in, updates of the segments out."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        index: int,
+        bucket: Bucket,
+        owned: Sequence[Segment],
+        group: Group,
+        rounds: dict[int, int],
+    ) -> None:
+        self.engine, self.index, self.bucket, self.owned, self.group, self.rounds = (
+            engine,
+            index,
+            bucket,
+            owned,
+            group,
+            rounds,
+        )
+        self.grid = engine.grid_of_bucket(bucket)
+        # Batches are the plan's, of all segments; those of parameters without a gradient are left out row by row.
+        every = bucket.owned(self.grid.position)
+        self.position_of = {k: i for i, segment in enumerate(every) for k, o in enumerate(owned) if o is segment}
+        self.every = every
+        self.batches = engine.batches(index, bucket)
+        self.targets: list[Tensor] = []
+        self._rooms: list[Tensor | None] = []
+
+    def _jobs(self, batch: Batch) -> list[tuple[int, Unit]]:
+        """``(index into owned, unit)`` of what takes part."""
+        back = {i: k for k, i in self.position_of.items()}
+        return [(back[i], self.every[i].units[u]) for i, u in batch.jobs if i in back]
+
+    def stack(self, inputs: list[Tensor | None], like: Tensor) -> list[Tensor | None]:
+        """One ``(B, m, n)`` for each batch; where inputs are still to arrive, room for them in :attr:`targets`."""
+        if not any(given is None for given in inputs):
+            return [
+                _stack([unit.extract(inputs[k]) for k, unit in jobs]) if (jobs := self._jobs(batch)) else None  # type: ignore[arg-type]
+                for batch in self.batches
+            ]
+        dtype, device = torch.promote_types(like.dtype, torch.float32), self.engine.compute_device(like)
+        self.targets = [torch.empty(0)] * len(self.owned)
+        for batch in self.batches:
+            jobs = self._jobs(batch)
+            if not jobs or not all(_is_plain(unit) and len(self.owned[k].units) == 1 for k, unit in jobs):
+                self._rooms.append(None)
+                for k, _ in jobs:
+                    if not self.targets[k].numel():
+                        self.targets[k] = torch.empty(self.owned[k].shape, dtype=dtype, device=device)
+                continue
+            sizes = [unit.shape[0] for _, unit in jobs]
+            room = torch.empty(sum(sizes), *batch.shape, dtype=dtype, device=device)
+            for (k, _), rows in zip(jobs, room.split(sizes)):
+                self.targets[k] = rows.view(self.owned[k].shape)
+            self._rooms.append(room)
+        return []
+
+    def restack(self) -> list[Tensor | None]:
+        """As :meth:`stack`, once the targets are filled."""
+        return [
+            room
+            if room is not None
+            else (_stack([unit.extract(self.targets[k]) for k, unit in jobs]) if (jobs := self._jobs(batch)) else None)
+            for room, batch in zip(self._rooms, self.batches)
+        ]
+
+    def run(self, stacked: list[Tensor | None], present: Sequence[int]) -> list[Tensor]:
+        """The update of each owned segment."""
+        updates: list[Tensor | None] = [None] * len(self.owned)
+        whole = len(self.owned) == len(self.every)
+        for batch_index, (batch, x) in enumerate(zip(self.batches, stacked)):
+            key = (self.index, batch_index)
+            storage = self.engine.unit_storage(key, self.bucket, batch, self.group)
+            if x is None:
+                continue
+            jobs = self._jobs(batch)
+            rows = [] if whole else self._rows(batch)
+            if not whole:
+                self.engine.rule.settle(key, storage)
+            unit_state = storage if whole else {name: value[rows] for name, value in storage.items()}
+            out = self._transform(x, unit_state, batch, key if whole else None)
+            if not whole:
+                for name, value in unit_state.items():
+                    storage[name][rows] = value
+            for part, (k, unit) in zip(out.split([unit.shape[0] for _, unit in jobs]), jobs):
+                if _is_plain(unit) and len(self.owned[k].units) == 1:
+                    updates[k] = part.reshape(self.owned[k].shape)
+                    continue
+                if updates[k] is None:
+                    updates[k] = torch.empty(self.owned[k].shape, dtype=part.dtype, device=part.device)
+                unit.insert(updates[k], part)  # type: ignore[arg-type]
+        return updates  # type: ignore[return-value]
+
+    def _transform(self, x: Tensor, unit_state: State, batch: Batch, key: tuple[int, int] | None) -> Tensor:
+        rule, ok = self.engine.rule, self.engine.ok_on(x.device)
+        clock = self._clock(batch, key)
+        if batch.team:
+            start, stop = batch.span
+            total, largest = self.engine.team_reductions(self.bucket, batch.team)
+            shard = Shard(batch.dim, batch.full_shape, start, stop, total, largest)
+            out = rule.transform_shard(x, unit_state, self.group, ok, clock, shard)
+            self.engine.transform_count += x.shape[0] if self.grid.position == batch.team[0] else 0
+        else:
+            out = rule.transform(x, unit_state, self.group, ok, clock)
+            self.engine.transform_count += x.shape[0]
+        # The result is scaled in place later: it must not be the rule's own state, or the message it was given.
+        taken = {t.untyped_storage().data_ptr() for t in (x, *unit_state.values())}
+        return out.clone() if out.untyped_storage().data_ptr() in taken else out
+
+    def _rows(self, batch: Batch) -> list[int]:
+        """Places, in the batch, of the matrices that take part."""
+        here, rows, offset = set(self.position_of.values()), [], 0
+        for (i, _), size in zip(batch.jobs, batch.sizes):
+            if i in here:
+                rows.extend(range(offset, offset + size))
+            offset += size
+        return rows
+
+    def _clock(self, batch: Batch, key: tuple[int, int] | None) -> Clock:
+        if not self.engine.rule.scheduled:
+            return Clock((1,) * batch.count)
+        here = set(self.position_of.values())
+        jobs = [(self.every[i], u, size) for (i, u), size in zip(batch.jobs, batch.sizes) if i in here]
+        return Clock(
+            tuple(self.rounds[s.parameter] for s, _, size in jobs for _ in range(size)),
+            tuple(self.engine.slot(self.bucket, s, u, b) for s, u, size in jobs for b in range(size)),
+            key,
+        )
+
+
+def _stack(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+# ---------------------------------------------------------------------- everything else
+
+
+def step_aux_bucket(engine: Engine, index: int, bucket: Bucket, present: Sequence[int], group: Group) -> Task:
+    """AdamW on replicated parameters: each rank steps the rows that it owns and passes the weights on."""
+    grid = engine.grid_of_bucket(bucket)
+    params = [engine.parameter(bucket, i) for i in present]
+    owned = [s for s in bucket.owned(grid.position) if s.parameter in set(present)]
+    ok = engine.ok_on(params[0].device)
+    mine = {s.parameter for s in owned}
+    engine.count_step([engine.state_of(bucket, i) for i in present if i not in mine], ok)
+    parts = _owned_parts(engine, bucket, owned)
+    generator = engine.generator(index, group, params[0].device, grid.position)
+    if parts:
+        adamw_step([p.weight for p in parts], [p.grad for p in parts], [p.state for p in parts], group, ok, generator)
+    yield from _gather([p.weight for p in parts], params, engine.exchange(index, bucket, present, exact=True))
