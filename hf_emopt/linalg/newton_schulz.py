@@ -15,15 +15,19 @@ import torch
 from torch import Tensor
 
 from hf_emopt.linalg.coefficients import CoefficientSpec, ResolvedCoefficients, resolve_coefficients
-from hf_emopt.linalg.symmetric import add_product, gram, symmetric_polynomial
+from hf_emopt.linalg.gram_newton_schulz import find_restart_steps, iterate
+from hf_emopt.linalg.symmetric import add_product, gram, kernels_pay, symmetric_polynomial
 
-__all__ = ["Normalization", "default_dtype", "newton_schulz", "newton_schulz_flops"]
+__all__ = ["Method", "Normalization", "default_dtype", "newton_schulz", "newton_schulz_flops"]
 
+Method: TypeAlias = Literal["auto", "standard", "gram"]
 Normalization: TypeAlias = Literal["scale_free", "clamp", "add"]
 
 _COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 # The floor that torch.optim.Muon, KellerJordan/Muon and Moonlight put under the norm.
 _REFERENCE_EPS = 1e-7
+# Long side over short side from which the Gram form is used.
+_GRAM_RATIO = 1.5
 
 
 def default_dtype(device: torch.device) -> torch.dtype:
@@ -50,6 +54,7 @@ def newton_schulz(
     *,
     eps: float | None = None,
     normalization: Normalization = "scale_free",
+    method: Method = "auto",
 ) -> Tensor:
     """Approximate polar factor of each matrix in ``x``.
 
@@ -58,8 +63,9 @@ def newton_schulz(
         steps: number of iterations; ``None`` for the default of the coefficient set.
         coefficients: a name in ``NS_COEFFICIENTS``, ``(a, b, c)`` for all steps, or one ``(a, b, c)`` per step; see
             :func:`~hf_emopt.linalg.coefficients.resolve_coefficients`.
-        dtype: dtype of the matrix products and of the result: bfloat16, float16, float32 or float64. ``None``: bfloat16
-            on CUDA and XPU devices, float32 on others, whatever the dtype of ``x``.
+        dtype: dtype of the matrix products and of the result: bfloat16, float16, float32 or float64. ``None``: float16
+            where this package's kernels run (below) and in the Gram form on CUDA, else bfloat16 on CUDA and XPU devices,
+            float32 on others, whatever the dtype of ``x``.
         eps: floor of the norm, for ``"clamp"`` and ``"add"`` only (default 1e-7).
         normalization: how a matrix is brought to Frobenius norm 1 (times the set's ``safety_factor``).
 
@@ -73,25 +79,37 @@ def newton_schulz(
 
             The last two exist to reproduce those programs. They are not scale-free: a matrix whose norm is near or
             below ``eps`` is not orthogonalised, and float16 overflows.
+        method: ``"standard"``, the iteration above; ``"gram"``, which iterates on ``X X^T`` and costs less the longer the
+            matrix (:mod:`hf_emopt.linalg.gram_newton_schulz`); or ``"auto"``: on devices where the kernels are measured to
+            pay, in float16 by shape and in bfloat16 the standard form; elsewhere the standard form.
 
     Returns:
-        ``(..., m, n)`` in ``dtype``, on the device of ``x``; for tall matrices a transposed view. Not differentiable.
+        ``(..., m, n)`` in ``dtype``, on the device of ``x``; for tall matrices perhaps a transposed view. Not differentiable.
         Zero matrices and empty tensors give zeros and empty tensors. A NaN or infinity makes all of its matrix
         non-finite and leaves the others in the batch alone: to skip such a step is up to the caller.
 
     The iteration runs on the short side (a tall matrix is transposed), so Gram matrices are ``min(m, n)`` square. A
     batch is one batched product per operation; a batch of one runs as a plain matrix. Float16 has three more bits than
-    bfloat16, but its small entries lose them again once ``m * n`` exceeds about 1e8.
+    bfloat16; outside the kernels its small entries lose them again once ``m * n`` exceeds about 1e8.
+
+    The kernels run ``"scale_free"`` in float16 and bfloat16. Without Triton, with ``HF_EMOPT_DISABLE_TRITON=1``, and on devices
+    without measurements, torch's general products do the same sums.
 
     Raises:
         TypeError: ``x`` is not a real floating-point tensor.
-        ValueError: fewer than two dimensions, another ``dtype``, unknown coefficients or normalization, or ``eps``
-            where it has no meaning.
+        ValueError: fewer than two dimensions, another ``dtype``, unknown coefficients, normalization or method, ``eps``
+            where it has no meaning, or the Gram form in bfloat16 or with a normalization or set it does not have.
     """
     _check_input(x)
-    dtype = _check_dtype(default_dtype(x.device) if dtype is None else dtype)
+    if dtype is not None:
+        _check_dtype(dtype)
     resolved = resolve_coefficients(coefficients, steps)
     floor = _check_normalization(normalization, eps, resolved)
+    _check_method(method, dtype, normalization, resolved)
+    kernels = normalization == "scale_free" and resolved.scaling == "frobenius" and kernels_pay(x.device)
+    if dtype is None:
+        half = x.device.type == "cuda" and (kernels or method == "gram")
+        dtype = torch.float16 if half else default_dtype(x.device)
     if x.numel() == 0:
         return torch.empty(x.shape, dtype=dtype, device=x.device)
 
@@ -99,6 +117,11 @@ def newton_schulz(
     batch = math.prod(shape[:-2])
     # One matrix runs through mm and addmm: faster than a batch of one, and what the reference programs do.
     matrices = x.reshape(shape[-2:]) if batch == 1 else x.reshape(batch, *shape[-2:])
+    kernels = kernels and dtype in (torch.float16, torch.bfloat16)
+    if kernels or method == "gram":
+        use_gram = method == "gram" or (method == "auto" and dtype == torch.float16 and gram_pays(*shape[-2:]))
+        restarts = find_restart_steps(resolved.steps) if use_gram else None
+        return iterate(matrices, resolved.steps, restarts, resolved.safety_factor, dtype).reshape(shape)
     tall = shape[-2] > shape[-1]
     if tall:
         matrices = matrices.mT
@@ -123,6 +146,30 @@ def _check_dtype(dtype: torch.dtype) -> torch.dtype:
         names = ", ".join(str(known).removeprefix("torch.") for known in _COMPUTE_DTYPES)
         raise ValueError(f"newton_schulz computes in {names}, not in {dtype}")
     return dtype
+
+
+def _check_method(
+    method: str, dtype: torch.dtype | None, normalization: str, resolved: ResolvedCoefficients
+) -> None:
+    if method not in get_args(Method):
+        raise ValueError(f"method must be one of {', '.join(get_args(Method))}, got {method!r}")
+    if method != "gram":
+        return
+    if dtype == torch.bfloat16:
+        raise ValueError(
+            "the Gram form needs more bits than bfloat16 has: use dtype=torch.float16 (or leave dtype out), or "
+            "method='standard'"
+        )
+    if normalization != "scale_free" or resolved.scaling != "frobenius":
+        raise ValueError(
+            f"method='gram' has no normalization={normalization!r} and no coefficient set that rescales rows "
+            f"(got {resolved.name!r}): use method='standard'"
+        )
+
+
+def gram_pays(m: int, n: int) -> bool:
+    """Whether the Gram form is the faster one for an ``(m, n)`` matrix (docs/kernels.md)."""
+    return max(m, n) >= _GRAM_RATIO * min(m, n)
 
 
 def _check_normalization(normalization: str, eps: float | None, resolved: ResolvedCoefficients) -> float:

@@ -1,0 +1,267 @@
+"""Newton-Schulz on 16-bit symmetric products: the standard iteration, and the iteration on the Gram matrix.
+
+The Gram form (Zhang, Hu, Dao, "Gram Newton-Schulz", dao-lab.ai/blog/2026/gram-newton-schulz) keeps ``R = X X^T`` and the
+polynomial ``Q`` of it that ``X`` will be multiplied by, both ``m x m``, and touches the ``m x n`` matrix only at the ends:
+
+.. code-block:: text
+
+    Z = b R + c R R;   Q <- Q Z + a Q;   T = R Z + a R;   R <- Z T + a T;      X <- Q X  at the end
+
+Rounding gives ``R`` small negative eigenvalues, which grow by ``a^2`` a step. A *restart* multiplies ``Q`` into ``X`` and forms
+``R`` anew; :func:`find_restart_steps` places as few as keep the result accurate.
+
+Two powers of two keep float16 away from its subnormal numbers, where a large matrix would otherwise be: ``X`` is held as
+``2 ** 10 X`` and ``R`` as ``2 ** 12 R``. They are exact and undone in the scalars of the products.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hf_emopt.linalg.coefficients import Triple
+from hf_emopt.linalg.symmetric import Backend, _is_plain, _symmul_into, normalize_cast
+
+__all__ = ["ERROR_LIMIT", "find_restart_steps", "gram_flops", "gram_iterate", "iterate", "standard_iterate"]
+
+# A bound on what rounding in float16 does to an eigenvalue of R, relative to the largest one.
+_NOISE = 1e-4
+ERROR_LIMIT = 0.25
+_X_SCALE = 2.0**10
+_R_SCALE = 2.0**12
+
+
+def _worst_error(steps: Sequence[Triple], restarts: Sequence[int], sigma: Tensor) -> float:
+    """Largest change of a resulting singular value when, at every start, all eigenvalues of ``R`` are off by the noise."""
+    exact = sigma
+    for a, b, c in steps:
+        square = exact * exact
+        exact = exact * (a + square * (b + square * c))
+    worst = 0.0
+    for sign in (1.0, -1.0):
+        value = sigma
+        for start, end in zip([0, *restarts], [*restarts, len(steps)]):
+            r = value * value
+            r = r + sign * _NOISE * r.max()
+            q = torch.ones_like(r)
+            for a, b, c in steps[start:end]:
+                factor = a + r * (b + r * c)
+                q, r = q * factor, r * factor * factor
+            value = value * q
+        error = (value - exact).abs().nan_to_num(math.inf).max().item()
+        worst = max(worst, error)
+    return worst
+
+
+@functools.lru_cache(maxsize=256)
+def find_restart_steps(
+    steps: tuple[Triple, ...], restarts: int | None = None, limit: float = ERROR_LIMIT
+) -> tuple[int, ...]:
+    """Steps before which the Gram iteration starts anew.
+
+    Every placement is tried on singular values in ``[0, 1]``, with the eigenvalues of each newly formed ``R`` moved up and down by
+    what rounding in float16 may do to them; the placement with the smallest worst change of a result wins.
+
+    Args:
+        steps: ``(a, b, c)`` of every step.
+        restarts: how many; ``None`` for as few as keep the worst change at or below ``limit``, or, where no number up to three
+            does, three.
+
+    Returns:
+        Increasing step numbers in ``1 .. len(steps) - 1``.
+
+    Raises:
+        ValueError: more restarts than there are places.
+    """
+    count = len(steps)
+    if restarts is not None and not 0 <= restarts < max(count, 1):
+        raise ValueError(f"{restarts} restarts do not fit between {count} steps: give 0 to {count - 1}")
+    sigma = torch.cat([torch.linspace(0, 1, 257), torch.logspace(-5, 0, 129)]).double()
+    numbers = range(min(count, 4)) if restarts is None else (restarts,)
+    best: tuple[float, tuple[int, ...]] = (math.inf, ())
+    for number in numbers:
+        placements = itertools.combinations(range(1, count), number)
+        best = min((_worst_error(steps, placement, sigma), placement) for placement in placements)
+        if best[0] <= limit:
+            break
+    return best[1]
+
+
+def gram_flops(m: int, n: int, steps: int, restarts: int) -> int:
+    """FLOPs of the Gram form for one ``(m, n)`` matrix, a symmetric product counted at half of a general one."""
+    short, long = min(m, n), max(m, n)
+    segments = restarts + 1
+    square = steps + (steps - segments) + 2 * (steps - segments)  # Z of each step; Q and R where a segment goes on
+    return segments * 3 * short * short * long + square * short**3
+
+
+class _Products:
+    """Products into new buffers on one backend; buffers come from torch's caching allocator."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+
+    def symmetric(
+        self, a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float, diagonal: float = 0.0
+    ) -> Tensor:
+        out = a.new_empty((*a.shape[:-1], a.shape[-2]))
+        _symmul_into(a, b, c, out, alpha, beta, diagonal, self.backend)
+        return out
+
+    def with_and_without_diagonal(
+        self, a: Tensor, alpha: float, beta: float, diagonal: float
+    ) -> tuple[Tensor, Tensor]:
+        """``alpha A A + beta A``, and the same with a diagonal added before rounding."""
+        z, q = torch.empty_like(a), torch.empty_like(a)
+        if alpha == 0.0:
+            value = a.float() * beta if a.dtype in (torch.float16, torch.bfloat16) else a * beta
+            z.copy_(value)
+            value.diagonal(dim1=-2, dim2=-1).add_(diagonal)
+            q.copy_(value)
+        else:
+            _symmul_into(a, a, a, z, alpha, beta, 0.0, self.backend, q, diagonal)
+        return z, q
+
+
+def _apply(q: Tensor, x: Tensor, tall: bool, alpha: float = 1.0) -> Tensor:
+    """``alpha Q X``, or ``alpha X Q`` for tall matrices."""
+    left, right = (x, q) if tall else (q, x)
+    if alpha == 1.0:
+        return left @ right
+    out = torch.empty_like(x)
+    product = torch.addmm if x.ndim == 2 else torch.baddbmm
+    return product(out, left, right, beta=0.0, alpha=alpha, out=out)
+
+
+def _scales(dtype: torch.dtype) -> tuple[float, float]:
+    # Other dtypes have exponents enough.
+    return (_X_SCALE, _R_SCALE) if dtype == torch.float16 else (1.0, 1.0)
+
+
+def start_factor(dtype: torch.dtype, safety_factor: float) -> float:
+    """What a matrix of Frobenius norm 1 has to be multiplied by before the iterations below."""
+    return _scales(dtype)[0] / safety_factor
+
+
+def standard_iterate(x: Tensor, steps: Sequence[Triple], tall: bool, backend: Backend = "auto") -> Tensor:
+    """``A = X X^T``, ``B = b A + c A A + a I``, ``X <- B X`` for every step, two of three products symmetric.
+
+    Args:
+        x: ``(m, n)`` or ``(B, m, n)``, scaled by :func:`start_factor`. ``a I`` is added in float32 before ``B`` is rounded, so no
+            product has to read ``X`` a second time.
+        tall: rows are the long side: ``X^T X``, and ``X <- X B``.
+    """
+    products = _Products(backend)
+    scale = _scales(x.dtype)[0]
+    for number, (a, b, c) in enumerate(steps):
+        rows = x.mT if tall else x
+        if c == 0.0:
+            polynomial = products.symmetric(rows, rows, None, b / scale**2, 0.0, a)
+        else:
+            square = products.symmetric(rows, rows, None, 1.0 / scale**2, 0.0)
+            polynomial = products.symmetric(square, square, square, c, b, a)
+        x = _apply(polynomial, x, tall, 1.0 / scale if number == len(steps) - 1 else 1.0)
+    return x
+
+
+def gram_iterate(
+    x: Tensor, steps: Sequence[Triple], restarts: Sequence[int], tall: bool, backend: Backend = "auto"
+) -> Tensor:
+    """The Gram form: arguments as for :func:`standard_iterate`, and the steps to restart before."""
+    products = _Products(backend)
+    scale, gram_scale = _scales(x.dtype)
+    ends = [*restarts, len(steps)]
+    for start, end in zip([0, *restarts], ends):
+        rows = x.mT if tall else x
+        r = products.symmetric(rows, rows, None, gram_scale / scale**2, 0.0)
+        q = _segment(products, r, steps[start:end], gram_scale)
+        x = _apply(q, x, tall, 1.0 / scale if end == len(steps) else 1.0)
+    return x
+
+
+def _segment(products: _Products, r: Tensor, steps: Sequence[Triple], scale: float) -> Tensor:
+    """``Q`` after ``steps`` for ``R / scale``."""
+    q: Tensor | None = None
+    for number, (a, b, c) in enumerate(steps):
+        last = number == len(steps) - 1
+        if q is None:
+            z, q = products.with_and_without_diagonal(r, c / scale**2, b / scale, a)
+        else:
+            if c == 0.0:
+                z = r * (b / scale)
+            else:
+                z = products.symmetric(r, r, r, c / scale**2, b / scale)
+            q = products.symmetric(q, z, q, 1.0, a)
+        if not last:
+            t = products.symmetric(r, z, r, 1.0, a)
+            r = products.symmetric(z, t, t, 1.0, a)
+    assert q is not None
+    return q
+
+
+def iterate(
+    x: Tensor,
+    steps: Sequence[Triple],
+    restarts: Sequence[int] | None,
+    safety_factor: float,
+    dtype: torch.dtype,
+    backend: Backend = "auto",
+) -> Tensor:
+    """Normalizes and orthogonalizes: the Gram form with ``restarts``, or the standard form for ``None``.
+
+    Args:
+        x: ``(m, n)`` or ``(B, m, n)``, any floating dtype.
+        dtype: of products and result.
+    """
+    flat = [number for step in steps for number in step]
+    places = None if restarts is None else list(restarts)
+    if not _is_plain(x):
+        return torch.ops.hf_emopt.newton_schulz(x, flat, places, safety_factor, dtype, backend)
+    return _iterate(x, flat, places, safety_factor, dtype, backend)
+
+
+def _iterate(
+    x: Tensor,
+    coefficients: list[float],
+    restarts: list[int] | None,
+    safety_factor: float,
+    dtype: torch.dtype,
+    backend: Backend,
+) -> Tensor:
+    steps = [(a, b, c) for a, b, c in zip(coefficients[::3], coefficients[1::3], coefficients[2::3])]
+    tall = x.shape[-2] > x.shape[-1]
+    y = normalize_cast(x, dtype, start_factor(dtype, safety_factor), backend=backend)
+    if restarts is None:
+        return standard_iterate(y, steps, tall, backend)
+    return gram_iterate(y, steps, restarts, tall, backend)
+
+
+@torch.library.custom_op("hf_emopt::newton_schulz", mutates_args=())
+def _iterate_op(
+    x: Tensor,
+    coefficients: list[float],
+    restarts: list[int] | None,
+    safety_factor: float,
+    dtype: torch.dtype,
+    backend: str,
+) -> Tensor:
+    return _iterate(x, coefficients, restarts, safety_factor, dtype, backend)  # type: ignore[arg-type]
+
+
+@_iterate_op.register_fake
+def _(
+    x: Tensor,
+    coefficients: list[float],
+    restarts: list[int] | None,
+    safety_factor: float,
+    dtype: torch.dtype,
+    backend: str,
+) -> Tensor:
+    if x.stride(-1) != 1 and x.mT.is_contiguous():
+        return torch.empty_like(x.mT, dtype=dtype).mT
+    return x.new_empty(x.shape, dtype=dtype)
