@@ -287,7 +287,7 @@ class _Transform:
         if batch.team:
             start, stop = batch.span
             total, largest = self.engine.team_reductions(self.bucket, batch.team)
-            shard = Shard(batch.dim, batch.full_shape, start, stop, total, largest)
+            shard = Shard(batch.dim, batch.full_shape, start, stop, total, largest, len(batch.team))
             out = rule.transform_shard(x, unit_state, self.group, ok, clock, shard)
             self.engine.transform_count += x.shape[0] if self.grid.position == batch.team[0] else 0
         else:
@@ -299,7 +299,8 @@ class _Transform:
 
     def _rows(self, batch: Batch) -> list[int]:
         """Places, in the batch, of the matrices that take part."""
-        here, rows, offset = set(self.position_of.values()), [], 0
+        here, offset = set(self.position_of.values()), 0
+        rows: list[int] = []
         for (i, _), size in zip(batch.jobs, batch.sizes):
             if i in here:
                 rows.extend(range(offset, offset + size))

@@ -25,7 +25,8 @@ logger = logging.getLogger("hf_emopt")
 def control_device(group: Any) -> torch.device:
     """Where small tensors of a group's collectives have to be."""
     if dist.get_backend(group) in ("nccl", "xccl", "hccl"):
-        return torch.device(torch.accelerator.current_accelerator() or "cuda", torch.accelerator.current_device_index())
+        accelerator = torch.accelerator.current_accelerator()
+        return torch.device("cuda" if accelerator is None else accelerator.type, torch.accelerator.current_device_index())
     return torch.device("cpu")
 
 

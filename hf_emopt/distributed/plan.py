@@ -169,15 +169,15 @@ class Bucket:
 
     def batches(self, position: int) -> tuple[Batch, ...]:
         """How that rank batches them: matrices of one shape and one team are one call."""
-        jobs: dict[tuple[object, ...], list[tuple[int, int]]] = {}
+        alike: dict[Batch, list[tuple[int, int]]] = {}
         owned = self.owned(position)
         for index, segment in enumerate(owned):
             for unit_index, unit in enumerate(segment.units):
-                cut = _cut(self.parameters[segment.parameter], segment)
-                jobs.setdefault((unit.shape[1:], segment.team, *cut), []).append((index, unit_index))
+                kind = Batch(unit.shape[1:], (), (), segment.team, *_cut(self.parameters[segment.parameter], segment))
+                alike.setdefault(kind, []).append((index, unit_index))
         return tuple(
-            Batch(shape, tuple(entries), tuple(owned[i].units[u].shape[0] for i, u in entries), team, full, dim, span)
-            for (shape, team, full, dim, span), entries in jobs.items()  # type: ignore[misc]
+            replace(kind, jobs=tuple(jobs), sizes=tuple(owned[i].units[u].shape[0] for i, u in jobs))
+            for kind, jobs in alike.items()
         )
 
 
