@@ -136,7 +136,10 @@ def newton_schulz_sharded(
         dim: the dimension that is cut: the longer one, or either one of square matrices.
         all_reduce: sums over the ranks, see :data:`Reduce`.
         full_shape: ``(m, n)``.
-        steps, coefficients, dtype: as in ``newton_schulz``.
+        steps, coefficients: as in ``newton_schulz``.
+        dtype: of the products and the result: bfloat16, float16, float32 or float64. ``None``: bfloat16 on CUDA and XPU
+            devices, also where ``newton_schulz`` would choose float16 (normalized matrices as large as are worth cutting
+            have elements in float16's subnormal range), float32 on others.
         all_reduce_max: largest value over the ranks; called for ``"scale_free"`` only.
         start: index of the slice's first row or column. The slices together are the matrix, without overlap.
         parts: ranks that share the work evenly enough to be counted; it chooses the order of products, not the result.
