@@ -1,11 +1,26 @@
 """Muon and its kin for Hugging Face Trainer and Accelerate: importing this makes ``optim="muon"`` known to transformers."""
 
 from hf_emopt._version import __version__
+from hf_emopt.integrations.accelerate import Accelerator, EmoptPlugin
+from hf_emopt.integrations.trainer import EmoptTrainer, EmoptTrainerMixin
 from hf_emopt.integrations.transformers import register
 from hf_emopt.linalg.newton_schulz import newton_schulz
 from hf_emopt.optimizers import SOAP, KLShampoo, Muon, NorMuon, Shampoo
 from hf_emopt.routing.route import route_parameters
 
-__all__ = ["SOAP", "KLShampoo", "Muon", "NorMuon", "Shampoo", "__version__", "newton_schulz", "route_parameters"]
+__all__ = [
+    "SOAP",
+    "Accelerator",
+    "EmoptPlugin",
+    "EmoptTrainer",
+    "EmoptTrainerMixin",
+    "KLShampoo",
+    "Muon",
+    "NorMuon",
+    "Shampoo",
+    "__version__",
+    "newton_schulz",
+    "route_parameters",
+]
 
 register()

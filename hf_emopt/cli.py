@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import sys
 from collections.abc import Sequence
@@ -36,6 +35,12 @@ def build_parser() -> argparse.ArgumentParser:
         "--trust-remote-code", action="store_true", help="run modelling code that the Hub repository ships"
     )
     plan.add_argument("--json", action="store_true", help="print JSON")
+    commands.add_parser(
+        "launch",
+        help="accelerate launch, with an emopt_config block in its YAML",
+        description="hf-emopt launch --config_file FILE SCRIPT ...: options are those of `accelerate launch`.",
+        add_help=False,
+    )
     return parser
 
 
@@ -46,13 +51,12 @@ def build_optimizer(name: str, model: nn.Module, optim_args: str | None) -> Matr
         ValueError: for an unknown name, or options that do not fit.
     """
     from hf_emopt.integrations.optim_args import parse_optim_args
-    from hf_emopt.integrations.transformers import OPTIMIZERS, PREFIX
+    from hf_emopt.integrations.registry import optimizer_class
 
-    optimizer_cls = OPTIMIZERS.get(name.removeprefix(PREFIX))
-    if optimizer_cls is None:
-        close = difflib.get_close_matches(name, OPTIMIZERS, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"--optim {name!r} is not one of {', '.join(OPTIMIZERS)}{hint}")
+    try:
+        optimizer_cls = optimizer_class(name)
+    except ValueError as error:
+        raise ValueError(f"--optim {error}") from None
     return optimizer_cls(model, **parse_optim_args(optim_args, optimizer_cls))
 
 
@@ -96,8 +100,13 @@ def run_plan(options: argparse.Namespace) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status, 2 with one line on standard error for bad input."""
-    options = build_parser().parse_args(arguments)
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
+        if arguments[:1] == ["launch"]:  # parsed by Accelerate
+            from hf_emopt.integrations.launch import launch
+
+            return launch(arguments[1:])
+        options = build_parser().parse_args(arguments)
         return run_plan(options)
     except (ValueError, FileNotFoundError) as error:
         print(f"hf-emopt: {error}", file=sys.stderr)

@@ -18,13 +18,17 @@ from typing import Any, Literal, Union
 
 import torch
 
-__all__ = ["optimizer_options", "parse_optim_args"]
+__all__ = ["accepted_form", "optimizer_options", "parse_optim_args", "parse_value"]
 
 ALIASES = {"betas": "aux_betas"}
 EXAMPLE = 'optim_args="ns_steps=6, aux_lr=1e-5, betas=0.9:0.95"'
 
-# Arguments that transformers has its own field for, or that the Trainer fills in.
-ELSEWHERE = {"params": "it is the model that the Trainer passes", "lr": "set TrainingArguments(learning_rate=...)"}
+# Arguments that have a field of their own, are filled in, or that no text can say.
+ELSEWHERE = {
+    "params": "it is the model that is trained",
+    "lr": "set TrainingArguments(learning_rate=...) or EmoptPlugin(lr=...)",
+    "process_group": "pass it to the optimizer's constructor",
+}
 
 _DTYPES = {
     **dict.fromkeys(("bfloat16", "bf16"), torch.bfloat16),
@@ -90,11 +94,25 @@ def parse_optim_args(optim_args: str | Mapping[str, Any] | None, optimizer_cls: 
             also = f" (it means {name!r})" if name != key else ""
             raise _error(f"key {key!r} is given twice{also}", optimizer_cls, options)
         try:
-            result[name] = _value(value, options[name])
+            result[name] = parse_value(value, options[name])
         except ValueError:
             form = _form(options[name], key)
             raise _error(f"bad value {value!r} for key {key!r}; write {form}", optimizer_cls, options) from None
     return result
+
+
+def parse_value(value: Any, annotation: Any) -> Any:
+    """``value`` as the annotated type: a text is read, anything else is checked.
+
+    Raises:
+        ValueError: it does not fit; see :func:`accepted_form`.
+    """
+    return _from_text(value, annotation) if isinstance(value, str) else _checked(value, annotation)
+
+
+def accepted_form(annotation: Any) -> str:
+    """What a text may be to be read as the annotated type, for an error message: ``none or NUMBER``."""
+    return " or ".join(dict.fromkeys(form for member in _members(annotation) if (form := _value_form(member))))
 
 
 def _entries(
@@ -183,10 +201,6 @@ def _element_types(annotation: Any, length: int) -> Sequence[Any]:
     return arguments
 
 
-def _value(value: Any, annotation: Any) -> Any:
-    return _from_text(value, annotation) if isinstance(value, str) else _checked(value, annotation)
-
-
 def _from_text(text: str, annotation: Any) -> Any:
     """A value of the annotated type; ValueError where the text is none."""
     members = _members(annotation)
@@ -239,7 +253,7 @@ def _checked(value: Any, annotation: Any) -> Any:
         return value
     if origin in _SEQUENCES and isinstance(value, Sequence) and not isinstance(value, str):
         kinds = _element_types(annotation, len(value))
-        return tuple(_value(v, kind) for v, kind in zip(value, kinds, strict=True))
+        return tuple(parse_value(v, kind) for v, kind in zip(value, kinds, strict=True))
     if isinstance(value, bool) and annotation in (int, float):  # a bool is an int to Python, not to a reader
         raise ValueError(value)
     if annotation is float and isinstance(value, (int, float)) and not math.isnan(value):
@@ -251,8 +265,7 @@ def _checked(value: Any, annotation: Any) -> Any:
 
 def _form(annotation: Any, key: str) -> str:
     """What may stand after ``key=``, for an error message."""
-    forms = list(dict.fromkeys(form for member in _members(annotation) if (form := _value_form(member))))
-    return f"{key}=" + " or ".join(forms)
+    return f"{key}={accepted_form(annotation)}"
 
 
 def _value_form(annotation: Any) -> str:

@@ -1,6 +1,6 @@
 """Optimizer names for ``TrainingArguments(optim=...)`` and what a plain ``Trainer`` needs to run them well.
 
-transformers has no entry point for optimizers, so :func:`register` (called on ``import hf_emopt``) does three things,
+transformers has no entry point for optimizers, so :func:`register` (called on ``import hf_emopt``) does four things,
 all idempotent and without effect on other optimizers:
 
 1. adds members to ``OptimizerNames`` and handlers to the table that ``Trainer`` looks them up in;
@@ -8,46 +8,35 @@ all idempotent and without effect on other optimizers:
    dies there of a list, a flag or a mapping with an error that names nothing. Ours are parsed by
    :mod:`hf_emopt.integrations.optim_args` instead;
 3. adds :class:`EmoptCallback` to the default callbacks: every group's learning rate in the logs, and the route of the
-   parameters once at the start. A callback of the user's would come after those of the loggers.
+   parameters once at the start. A callback of the user's would come after those of the loggers;
+4. wraps the methods of ``Trainer`` that save and evaluate: see :mod:`hf_emopt.integrations.checkpoints`.
 """
 
 from __future__ import annotations
 
 import functools
+import logging as levels
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-untyped]
-from accelerate.state import AcceleratorState  # type: ignore[import-untyped]
-from torch import nn
 from transformers import trainer, trainer_optimizer, training_args
 from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_optimizer import OptimizerContext
 from transformers.training_args import TrainingArguments
 from transformers.utils import logging
 
+from hf_emopt.integrations.accelerate import overruled_environment, trainer_environment
+from hf_emopt.integrations.checkpoints import MARK, hook_trainer, synchronize
 from hf_emopt.integrations.enum_members import add_string_member
 from hf_emopt.integrations.optim_args import parse_optim_args
+from hf_emopt.integrations.refusals import optim_name, refuse_deepspeed, refuse_unsupported
+from hf_emopt.integrations.registry import OPTIMIZERS, PREFIX, unwrap_optimizer
 from hf_emopt.matrix_optimizer import MatrixOptimizer
-from hf_emopt.optimizers import SOAP, KLShampoo, Muon, NorMuon, Shampoo
 
 __all__ = ["OPTIMIZERS", "EmoptCallback", "OptimizerFactory", "register", "register_optimizer", "unwrap_optimizer"]
 
 logger = logging.get_logger("transformers.hf_emopt")  # under transformers' own verbosity and handlers
 
-PREFIX = "emopt_"
-OPTIMIZERS: dict[str, type[MatrixOptimizer]] = {
-    "muon": Muon,
-    "normuon": NorMuon,
-    "soap": SOAP,
-    "shampoo": Shampoo,
-    "kl_shampoo": KLShampoo,
-}
-"""Name without prefix to optimizer class. A new optimizer is one line here."""
-
-# Marks what this package put into transformers, so that a reload of the package replaces it instead of seeing a rival.
-_MARK = "__hf_emopt__"
 _warned: set[str] = set()
 
 Handler = Callable[[OptimizerContext], tuple[Any, dict[str, Any]]]
@@ -73,7 +62,8 @@ def optimizer_kwargs(args: TrainingArguments, optimizer_cls: type[MatrixOptimize
     """Keyword arguments of the optimizer from the fields of ``TrainingArguments``.
 
     ``learning_rate`` and ``weight_decay`` are the matrix part's and, unless ``optim_args`` says otherwise, the AdamW
-    part's; ``adam_beta1``, ``adam_beta2`` and ``adam_epsilon`` are the AdamW part's. ``optim_args`` is laid over them.
+    part's; ``adam_beta1``, ``adam_beta2`` and ``adam_epsilon`` are the AdamW part's. The environment
+    (``EMOPT_TRANSPORT_DTYPE`` and so on, see :class:`hf_emopt.EmoptPlugin`) is laid over them, and ``optim_args`` over all.
 
     Raises:
         ValueError: ``optim_args`` cannot be read; see :func:`hf_emopt.integrations.optim_args.parse_optim_args`.
@@ -83,63 +73,9 @@ def optimizer_kwargs(args: TrainingArguments, optimizer_cls: type[MatrixOptimize
         "weight_decay": args.weight_decay,
         "aux_betas": (args.adam_beta1, args.adam_beta2),
         "aux_eps": args.adam_epsilon,
+        **trainer_environment(optimizer_cls),
         **parse_optim_args(args.optim_args, optimizer_cls),
     }
-
-
-def refuse_unsupported(args: TrainingArguments, model: nn.Module | None) -> None:
-    """Raises ``ValueError`` for a way of training that would not give the update of a single process.
-
-    Called before the optimizer is built, which is when the model is still whole (or, under FSDP1, already flattened).
-    """
-    _refuse_deepspeed(args)
-    name = f"optim={_name(args)!r}"
-    if _fsdp_version(args, model) == 1:
-        raise ValueError(
-            f"{name} cannot run under FSDP1: it flattens parameters, and no process holds a matrix. {_INSTEAD}; "
-            "remove fsdp (or fsdp_config['version'] = 1) from TrainingArguments and from the accelerate configuration."
-        )
-    if _fsdp_version(args, model) is not None or any(
-        _is_dtensor(p) for p in (() if model is None else model.parameters())
-    ):
-        raise ValueError(
-            f"{name} does not run on sharded parameters (FSDP2, tensor or expert parallelism) in this version. "
-            f"{_INSTEAD}."
-        )
-
-
-_INSTEAD = "Use DistributedDataParallel (torchrun without FSDP) or one process"
-
-
-def _refuse_deepspeed(args: TrainingArguments) -> None:
-    if getattr(args, "deepspeed_plugin", None) is not None:
-        raise ValueError(
-            f"optim={_name(args)!r} does not run under DeepSpeed in this version: ZeRO hands the optimizer flat pieces "
-            f"in which matrices cannot be seen. {_INSTEAD}, without a DeepSpeed configuration."
-        )
-
-
-def _name(args: TrainingArguments) -> str:
-    return str(getattr(args.optim, "value", args.optim))  # a plain string where the arguments came from a pickle
-
-
-def _fsdp_version(args: TrainingArguments, model: nn.Module | None) -> int | None:
-    """FSDP version in force, be it by TrainingArguments, ``accelerate launch`` or the user's own wrapper."""
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    if model is not None and any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
-        return 1
-    if getattr(args, "fsdp_plugin_args", None):
-        return int(args.fsdp_plugin_args.get("fsdp_version", 2))
-    # Asking AcceleratorState() for it would create the state where there is no Accelerator yet.
-    plugin = AcceleratorState().fsdp_plugin if AcceleratorState._shared_state.get("fsdp_plugin") is not None else None
-    return None if plugin is None else int(plugin.fsdp_version)
-
-
-def _is_dtensor(tensor: torch.Tensor) -> bool:
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(tensor, DTensor)
 
 
 def _make_handler(optimizer_cls: type[MatrixOptimizer]) -> Handler:
@@ -147,7 +83,7 @@ def _make_handler(optimizer_cls: type[MatrixOptimizer]) -> Handler:
         refuse_unsupported(context.args, context.model)
         return OptimizerFactory(optimizer_cls), optimizer_kwargs(context.args, optimizer_cls)
 
-    setattr(handler, _MARK, True)
+    setattr(handler, MARK, True)
     return handler
 
 
@@ -162,7 +98,7 @@ def register_optimizer(name: str, optimizer_cls: type[MatrixOptimizer]) -> None:
     member, _ = add_string_member(training_args.OptimizerNames, name.upper(), name)
     handlers = trainer_optimizer._OPTIMIZER_HANDLERS
     present = handlers.get(member)
-    if present is not None and not hasattr(present, _MARK):
+    if present is not None and not hasattr(present, MARK):
         if name not in _warned:
             _warned.add(name)
             logger.warning(
@@ -179,37 +115,32 @@ def register() -> None:
         register_optimizer(PREFIX + name, optimizer_cls)
         register_optimizer(name, optimizer_cls)
     _wrap_get_optimizer()
+    hook_trainer()
     callbacks: list[Any] = trainer.DEFAULT_CALLBACKS
-    callbacks[:] = [callback for callback in callbacks if not hasattr(callback, _MARK)]
+    callbacks[:] = [callback for callback in callbacks if not hasattr(callback, MARK)]
     callbacks.append(EmoptCallback)
 
 
-def _ours(args: TrainingArguments) -> Handler | None:
+def handler_of(args: TrainingArguments) -> Handler | None:
+    """The handler of ``args.optim`` if it names one of ours."""
     handler = trainer_optimizer._OPTIMIZER_HANDLERS.get(args.optim)
-    return handler if hasattr(handler, _MARK) else None
+    return handler if hasattr(handler, MARK) else None
 
 
 def _wrap_get_optimizer() -> None:
     """Lets our handlers see ``optim_args`` before transformers cuts it up."""
     original = trainer.Trainer.get_optimizer_cls_and_kwargs
-    original = getattr(original, _MARK, original)
+    original = getattr(original, MARK, original)
 
     @functools.wraps(original)
     def get_optimizer_cls_and_kwargs(args: TrainingArguments, model: Any = None) -> tuple[Any, Any]:
-        handler = _ours(args)
+        handler = handler_of(args)
         if handler is None:
             return original(args, model)
         return handler(OptimizerContext(args=args, model=model, optimizer_kwargs={}, adam_kwargs={}, optim_args={}))
 
-    setattr(get_optimizer_cls_and_kwargs, _MARK, original)
+    setattr(get_optimizer_cls_and_kwargs, MARK, original)
     trainer.Trainer.get_optimizer_cls_and_kwargs = staticmethod(get_optimizer_cls_and_kwargs)  # type: ignore[method-assign]
-
-
-def unwrap_optimizer(optimizer: Any) -> MatrixOptimizer | None:
-    """The :class:`MatrixOptimizer` under Accelerate's wrapper, or ``None`` where there is none."""
-    while isinstance(optimizer, AcceleratedOptimizer):
-        optimizer = optimizer.optimizer
-    return optimizer if isinstance(optimizer, MatrixOptimizer) else None
 
 
 def group_learning_rates(optimizer: MatrixOptimizer, peak: bool = False) -> dict[str, float]:
@@ -239,11 +170,28 @@ class EmoptCallback(TrainerCallback):
 
     At the start of training: one line at warning level (so that it is seen under the default verbosity) and the whole
     route of the parameters at info level. In each training log: ``lr/matrix`` and ``lr/aux`` beside ``learning_rate``,
-    which is the first group's alone.
+    which is the first group's alone, and ``skipped_steps`` once a step has been skipped for a gradient that is not finite.
     """
+
+    route_level = levels.INFO
+    """Level at which the route and the plan are logged."""
 
     def __init__(self) -> None:
         self._rates: dict[str, float] = {}
+
+    def metrics(self, optimizer: MatrixOptimizer) -> dict[str, float]:
+        """What belongs into a training log: rates of the last step, and the number of skipped steps unless it is 0."""
+        skipped = optimizer.skipped_steps
+        return {**(self._rates or group_learning_rates(optimizer)), **({"skipped_steps": skipped} if skipped else {})}
+
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Refuses before models are wrapped.
+
+        Raises:
+            ValueError: see :func:`hf_emopt.integrations.refusals.refuse_unsupported`.
+        """
+        if handler_of(args) is not None and kwargs.get("optimizer") is None:
+            refuse_unsupported(args, kwargs.get("model"))
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -255,17 +203,20 @@ class EmoptCallback(TrainerCallback):
         """
         optimizer = unwrap_optimizer(kwargs.get("optimizer"))
         if optimizer is None:
-            if _ours(args) is not None:
-                _refuse_deepspeed(args)
+            if handler_of(args) is not None:
+                refuse_deepspeed(args)
                 logger.warning(
-                    f"optim={_name(args)!r} is not used: the Trainer was given the optimizer "
+                    f"optim={optim_name(args)!r} is not used: the Trainer was given the optimizer "
                     f"{type(kwargs.get('optimizer')).__name__}."
                 )
             return
         self._rates = group_learning_rates(optimizer)
+        plan = optimizer.explain()  # on every rank, since ranks compare their plans when one is made
         if state.is_world_process_zero:
             logger.warning(summary(optimizer))
-            logger.info(optimizer.explain())
+            logger.log(self.route_level, plan)
+            for sentence in overruled_environment(args):
+                logger.warning(sentence)
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -283,15 +234,23 @@ class EmoptCallback(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        if logs is None or "learning_rate" not in logs or unwrap_optimizer(kwargs.get("optimizer")) is None:
+        optimizer = unwrap_optimizer(kwargs.get("optimizer"))
+        if logs is None or "learning_rate" not in logs or optimizer is None:
             return
+        metrics = self.metrics(optimizer)
         # `logs` goes on to the loggers, which come later in the list; the history already holds a copy of it.
-        logs.update(self._rates)
+        logs.update(metrics)
         if state.log_history:
-            state.log_history[-1].update(self._rates)
+            state.log_history[-1].update(metrics)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Leaves current parameters behind."""
+        synchronize(kwargs.get("optimizer"))
 
 
-setattr(EmoptCallback, _MARK, True)
+setattr(EmoptCallback, MARK, True)
 
 
 def summary(optimizer: MatrixOptimizer) -> str:

@@ -508,7 +508,7 @@ def test_sft_trainer(tmp_path: Path) -> None:
 def test_deepspeed_is_refused(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path)
     trainer.args.deepspeed_plugin = SimpleNamespace()  # DeepSpeed is not installed here; TrainingArguments sets this
-    with pytest.raises(ValueError, match=r"optim='muon' does not run under DeepSpeed.*Use DistributedDataParallel"):
+    with pytest.raises(ValueError, match=r"optim='muon' does not run under DeepSpeed.*Use FSDP2"):
         trainer.create_optimizer()
     # With an "optimizer" in DeepSpeed's configuration, transformers never asks for ours.
     trainer.callback_handler.optimizer = torch.optim.SGD(trainer.model.parameters())
@@ -516,40 +516,66 @@ def test_deepspeed_is_refused(tmp_path: Path) -> None:
         trainer.callback_handler.on_train_begin(trainer.args, trainer.state, trainer.control)
 
 
-@pytest.mark.parametrize(
-    ("version", "message"), [(1, "cannot run under FSDP1: it flattens"), (2, "does not run on sharded")]
-)
-def test_fsdp_is_refused(version: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("version", [1, 2])
+def test_fsdp1_is_refused_and_fsdp2_is_not(version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = make_trainer(tmp_path)
+
+    def check() -> None:
+        if version == 2:
+            assert unwrap_optimizer(trainer.create_optimizer()) is not None
+            trainer.optimizer = None
+            return
+        with pytest.raises(ValueError, match=r"cannot run under FSDP1: it flattens.*Use FSDP2.*version"):
+            trainer.create_optimizer()
+
     trainer.args.fsdp_plugin_args = {"fsdp_version": version}
-    with pytest.raises(ValueError, match=message):
-        trainer.create_optimizer()
+    check()
     trainer.args.fsdp_plugin_args = None
     # As `accelerate launch` sets it, without a word in TrainingArguments.
     monkeypatch.setitem(AcceleratorState._shared_state, "fsdp_plugin", SimpleNamespace(fsdp_version=version))
-    with pytest.raises(ValueError, match=message):
-        trainer.create_optimizer()
+    check()
 
 
-def test_sharded_parameters_are_refused(tmp_path: Path) -> None:
+def test_parameters_sharded_otherwise_are_refused(tmp_path: Path) -> None:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FullyShardedDataParallel
-    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
-    model = tiny_llama()
-    trainer = make_trainer(tmp_path, model)
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    from hf_emopt.integrations.refusals import refuse_layouts
+
+    # Ranks that exist in name only: placements are looked at, nothing is sent.
+    dist.init_process_group("fake", rank=0, world_size=4)
     try:
-        layer = model.model.layers[0].mlp
-        with pytest.raises(ValueError, match="cannot run under FSDP1"):
-            trainer.create_optimizer(
-                nn.ModuleList([FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu"))])
-            )
-        sharded = distribute_tensor(layer.up_proj.weight.detach(), init_device_mesh("cpu", (1,)), [Shard(0)])
-        layer.up_proj.weight = nn.Parameter(sharded)
-        with pytest.raises(ValueError, match="does not run on sharded parameters"):
-            trainer.create_optimizer()
+        with pytest.raises(ValueError, match="optim='muon' cannot run under FSDP1"):
+            refuse_layouts("optim='muon'", FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu")))
+
+        def model(shape: tuple[int, ...], placements: list[Placement]) -> nn.Module:
+            layer = nn.Linear(8, 8)
+            mesh = init_device_mesh("cpu", shape, mesh_dim_names=("a", "b")[: len(shape)])
+            local = distribute_tensor(layer.weight.detach(), mesh, placements, src_data_rank=None)
+            layer.weight = nn.Parameter(local)
+            return layer
+
+        good: list[tuple[tuple[int, ...], list[Placement]]] = [
+            ((4,), [Shard(0)]),
+            ((2, 2), [Replicate(), Shard(0)]),
+            ((1, 4), [Shard(1), Shard(0)]),  # a mesh dimension of one rank cuts nothing
+        ]
+        bad: list[tuple[tuple[int, ...], list[Placement]]] = [
+            ((4,), [Shard(1)]),
+            ((2, 2), [Shard(0), Shard(0)]),
+            ((2, 2), [Shard(0), Shard(1)]),
+            ((2, 2), [Shard(0), Replicate()]),
+        ]
+        for layout in good:
+            refuse_layouts("optim='muon'", model(*layout))
+        for layout in bad:
+            layer = model(*layout)
+            with pytest.raises(ValueError, match=r"optim='muon' does not run on .* as weight is, .*Shard.*FSDP2"):
+                refuse_layouts("optim='muon'", layer)
+            layer.weight.requires_grad_(False)
+            refuse_layouts("optim='muon'", layer)
     finally:
         dist.destroy_process_group()
 

@@ -1,0 +1,244 @@
+"""Accelerate: an optimizer from a plugin, environment variables or the launcher's YAML, and checkpoints that are whole.
+
+.. code-block:: python
+
+    plugin = hf_emopt.EmoptPlugin(optim="muon", lr=2e-4)
+    accelerator = hf_emopt.Accelerator(kwargs_handlers=[plugin])
+    model, optimizer = accelerator.prepare(model, plugin.build(model))
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import accelerate  # type: ignore[import-untyped]
+import torch
+from accelerate.utils import KwargsHandler  # type: ignore[import-untyped]
+from torch import nn
+
+from hf_emopt.integrations.checkpoints import attach_checkpoint_hooks, synchronize
+from hf_emopt.integrations.optim_args import accepted_form, parse_optim_args, parse_value
+from hf_emopt.integrations.refusals import refuse_accelerator, refuse_layouts
+from hf_emopt.integrations.registry import OPTIMIZERS, PREFIX, optimizer_class
+from hf_emopt.matrix_optimizer import MatrixOptimizer
+
+__all__ = ["ENVIRONMENT_PREFIX", "Accelerator", "EmoptPlugin", "overruled_environment", "trainer_environment"]
+
+ENVIRONMENT_PREFIX = "EMOPT_"
+
+_TYPES: dict[str, Any] = {
+    "lr": float,
+    "aux_lr": float,
+    "weight_decay": float,
+    "transport_dtype": torch.dtype,
+    "overlap_param_gather": bool,
+}
+"""Fields that are keyword arguments of every optimizer."""
+
+_TRANSPORT = "bfloat16, float32, float64"
+
+_TRAINERS_OWN = {"optim": "optim", "lr": "learning_rate", "weight_decay": "weight_decay"}
+"""Fields for which ``TrainingArguments`` has one of its own, which always has a value and is therefore what counts."""
+
+
+@dataclass
+class EmoptPlugin(KwargsHandler):
+    """Which optimizer to train with, for Accelerate.
+
+    Each field takes the value given here; else the environment variable ``EMOPT_<FIELD>`` (``EMOPT_LR``, say), read when
+    the plugin is made; else its default. ``hf-emopt launch`` sets these variables from an ``emopt_config:`` block.
+
+    Args:
+        optim: optimizer name, ``"muon"`` by default; the same names as in ``TrainingArguments(optim=...)``.
+        lr: learning rate. Default: the optimizer's.
+        aux_lr: learning rate of the AdamW part. Default: ``lr``.
+        weight_decay: decoupled weight decay of both parts. Default: the optimizer's.
+        transport_dtype: ``"bfloat16"``, ``"float32"`` or ``"float64"``: dtype of matrices on their way between ranks.
+            Default: bfloat16 on accelerators, float32 on CPU.
+        overlap_param_gather: under DistributedDataParallel, let the last gather of updated parameters run during the next
+            forward pass. Code that reads parameters between ``step()`` and a forward pass must then call
+            ``optimizer.synchronize()`` first. Default: false.
+        optim_args: the optimizer's other keyword arguments, ``"ns_steps=6, betas=0.9:0.95"`` or a mapping.
+
+    Raises:
+        ValueError: a value that does not fit; the message names field, environment variable and what is accepted.
+    """
+
+    optim: str | None = None
+    lr: float | None = None
+    aux_lr: float | None = None
+    weight_decay: float | None = None
+    transport_dtype: torch.dtype | str | None = None
+    overlap_param_gather: bool | None = None
+    optim_args: str | Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        given = {f.name for f in fields(self) if getattr(self, f.name) is not None}
+        for field in fields(self):
+            setattr(self, field.name, _resolve(field.name, getattr(self, field.name)))
+        self.optim = "muon" if self.optim is None else self.optim
+        kwargs = self._options()
+        both = sorted(given & set(kwargs)) if "optim_args" in given else []
+        if both:
+            raise ValueError(f"EmoptPlugin: {both[0]!r} is given both as a field and in optim_args; drop one of them.")
+        for name in _TYPES:
+            # Written into the arguments beats read from the environment.
+            if getattr(self, name) is not None and (name not in kwargs or "optim_args" not in given):
+                kwargs[name] = getattr(self, name)
+        self._kwargs = kwargs
+
+    def _options(self) -> dict[str, Any]:
+        try:
+            return parse_optim_args(self.optim_args, self.optimizer_cls)
+        except ValueError as error:
+            raise ValueError(f"EmoptPlugin.optim_args ({_variable('optim_args')}): {error}") from None
+
+    @property
+    def optimizer_cls(self) -> type[MatrixOptimizer]:
+        """The class that ``optim`` names."""
+        return optimizer_class(str(self.optim))
+
+    @property
+    def optimizer_kwargs(self) -> dict[str, Any]:
+        """Keyword arguments of the optimizer: those given; what is missing has the optimizer's own default."""
+        return dict(self._kwargs)
+
+    def build(self, model: nn.Module) -> MatrixOptimizer:
+        """The optimizer of ``model``, to be passed to ``accelerator.prepare`` together with it.
+
+        Raises:
+            ValueError: a hyperparameter is out of range, no parameter is a matrix, or the model is under FSDP1, tensor or
+                expert parallelism.
+        """
+        refuse_layouts(f"EmoptPlugin(optim={self.optim!r})", model)
+        return self.optimizer_cls(model, **self._kwargs)
+
+    def attach(self, accelerator: accelerate.Accelerator) -> None:
+        """Makes ``accelerator.save_state`` gather the optimizer's state first, and ``load_state`` wait for updates.
+
+        :class:`hf_emopt.Accelerator` does this itself. Attaching twice is the same as once.
+
+        Raises:
+            ValueError: the accelerator is set up for FSDP1, DeepSpeed or Megatron-LM.
+        """
+        refuse_accelerator(accelerator, f"EmoptPlugin(optim={self.optim!r})")
+        attach_checkpoint_hooks(accelerator)
+
+
+class Accelerator(accelerate.Accelerator):
+    """``accelerate.Accelerator`` that takes an :class:`EmoptPlugin` among its ``kwargs_handlers``.
+
+    Without one, a plugin is made from the environment. Parameters are current and the optimizer's state is whole in
+    everything that this object saves.
+
+    Args:
+        *args, **kwargs: as for ``accelerate.Accelerator``.
+        kwargs_handlers: handlers of Accelerate's own and at most one :class:`EmoptPlugin`.
+
+    Attributes:
+        emopt_plugin: the plugin.
+
+    Raises:
+        ValueError: more than one plugin, or a way of training that is not supported: FSDP1, DeepSpeed, Megatron-LM.
+    """
+
+    def __init__(self, *args: Any, kwargs_handlers: list[KwargsHandler] | None = None, **kwargs: Any) -> None:
+        handlers = list(kwargs_handlers or [])
+        plugins = [handler for handler in handlers if isinstance(handler, EmoptPlugin)]
+        if len(plugins) > 1:
+            raise ValueError(f"kwargs_handlers holds {len(plugins)} EmoptPlugin objects; pass one.")
+        self.emopt_plugin = plugins[0] if plugins else EmoptPlugin()
+        others = [handler for handler in handlers if not isinstance(handler, EmoptPlugin)]
+        super().__init__(*args, kwargs_handlers=others or None, **kwargs)
+        self.emopt_plugin.attach(self)
+
+    def _synchronize(self) -> None:
+        for optimizer in self._optimizers:
+            synchronize(optimizer)
+
+    def save_state(self, *args: Any, **kwargs: Any) -> Any:
+        """As Accelerate's, on current parameters and with the optimizer's whole state."""
+        self._synchronize()
+        return super().save_state(*args, **kwargs)
+
+    def get_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As Accelerate's, of current parameters; ``save_model`` uses it too."""
+        self._synchronize()
+        return super().get_state_dict(*args, **kwargs)
+
+
+def trainer_environment(optimizer_cls: type[MatrixOptimizer]) -> dict[str, Any]:
+    """What the environment says of an optimizer that a ``Trainer`` builds.
+
+    ``EMOPT_OPTIM``, ``EMOPT_LR`` and ``EMOPT_WEIGHT_DECAY`` are left out: ``TrainingArguments`` has its own fields for them.
+
+    Raises:
+        ValueError: as for :class:`EmoptPlugin`.
+    """
+    try:
+        kwargs = parse_optim_args(_resolve("optim_args", None), optimizer_cls)
+    except ValueError as error:
+        raise ValueError(f"environment variable {_variable('optim_args')}: {error}") from None
+    for name in _TYPES:
+        if name not in _TRAINERS_OWN and (value := _resolve(name, None)) is not None:
+            kwargs[name] = value
+    return kwargs
+
+
+def overruled_environment(arguments: Any) -> list[str]:
+    """Sentences on environment variables that differ from the field of ``TrainingArguments`` that counts instead."""
+    sentences = []
+    for name, field in _TRAINERS_OWN.items():
+        value = _resolve(name, None)
+        used = getattr(arguments, field)
+        used = str(getattr(used, "value", used)) if name == "optim" else used
+        if value is not None and value != used:
+            sentences.append(
+                f"{_variable(name)}={value} is not used: a Trainer takes TrainingArguments.{field}, which is {used}."
+            )
+    return sentences
+
+
+def _variable(name: str) -> str:
+    return ENVIRONMENT_PREFIX + name.upper()
+
+
+def _resolve(name: str, value: Any) -> Any:
+    """A field's value, given or from the environment, with its type; ``None`` where there is neither."""
+    variable, where = _variable(name), f"EmoptPlugin.{name}"
+    if value is None:
+        value = os.environ.get(variable, "").strip()
+        if not value:
+            return None
+        where = f"environment variable {variable} ({where})"
+    else:
+        where = f"{where} (environment variable {variable})"
+    try:
+        return _typed(name, value)
+    except ValueError as error:
+        raise ValueError(f"{where}: bad value {value!r}; accepted: {error}") from None
+
+
+def _typed(name: str, value: Any) -> Any:
+    """``value`` as the field's type; ``ValueError`` says what would be one."""
+    if name == "optim_args":
+        return value  # read as a whole, once the optimizer is known
+    if name == "optim":
+        if not isinstance(value, str) or value.removeprefix(PREFIX) not in OPTIMIZERS:
+            close = difflib.get_close_matches(str(value), OPTIMIZERS, n=1)
+            raise ValueError(", ".join(OPTIMIZERS) + (f"; did you mean {close[0]!r}?" if close else ""))
+        return value
+    try:
+        typed = parse_value(value, _TYPES[name])
+    except ValueError:
+        typed = None
+    if typed is None or typed is torch.float16:  # the range of float16 does not hold what a gradient may be
+        raise ValueError(_TRANSPORT if name == "transport_dtype" else accepted_form(_TYPES[name]))
+    if isinstance(typed, float) and not 0.0 <= typed < math.inf:
+        raise ValueError("a finite NUMBER that is not negative")
+    return typed

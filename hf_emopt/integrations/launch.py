@@ -1,0 +1,131 @@
+"""``hf-emopt launch``: ``accelerate launch`` with an ``emopt_config:`` block in its YAML.
+
+.. code-block:: yaml
+
+    distributed_type: MULTI_GPU
+    num_processes: 2
+    emopt_config:
+      optim: muon
+      overlap_param_gather: true
+
+Accelerate refuses keys that it does not know. So the block is taken out, checked and exported as ``EMOPT_*`` variables,
+which :class:`hf_emopt.EmoptPlugin` and ``Trainer`` read, and Accelerate's own launcher gets the rest of the file.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+from accelerate.commands.config.config_args import default_config_file  # type: ignore[import-untyped]
+from accelerate.commands.launch import launch_command, launch_command_parser  # type: ignore[import-untyped]
+from accelerate.utils import patch_environment  # type: ignore[import-untyped]
+
+from hf_emopt.integrations.accelerate import ENVIRONMENT_PREFIX, EmoptPlugin
+
+__all__ = ["BLOCK", "environment_of", "launch", "split_config"]
+
+BLOCK = "emopt_config"
+
+
+def launch(arguments: Sequence[str]) -> int:
+    """Runs ``accelerate launch`` with ``arguments``.
+
+    Args:
+        arguments: options of ``accelerate launch``, the script, its arguments.
+
+    Returns:
+        The exit status of a script that was run in one process; several processes that fail raise what torch raises.
+
+    Raises:
+        ValueError: the block has an unknown key or a bad value; the message names the file.
+        FileNotFoundError: there is no such configuration.
+    """
+    options = launch_command_parser().parse_args(list(arguments))
+    path = options.config_file or (default_config_file if os.path.isfile(default_config_file) else None)
+    if path is None:
+        return _run(options)
+    block, rest = split_config(path)
+    if block is None:
+        return _run(options)
+    environment = environment_of(block, str(path))
+    for variable in sorted(set(environment) & set(os.environ)):
+        if os.environ[variable] != environment[variable]:
+            print(f"hf-emopt: {variable}={os.environ[variable]} of the environment overrides {path}", file=sys.stderr)
+        del environment[variable]
+    with tempfile.TemporaryDirectory(prefix="hf_emopt") as folder:
+        plain = Path(folder) / "accelerate.yaml"
+        plain.write_text(yaml.safe_dump(rest), encoding="utf-8")
+        options.config_file = str(plain)
+        with patch_environment(**environment):
+            return _run(options)
+
+
+def _run(options: Any) -> int:
+    try:
+        launch_command(options)
+    except subprocess.CalledProcessError as error:
+        return error.returncode
+    return 0
+
+
+def split_config(path: str | Path) -> tuple[Any, dict[str, Any]]:
+    """The ``emopt_config`` block of a configuration, ``None`` where there is none, and the configuration without it.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is not a mapping.
+    """
+    if not os.path.isfile(path):
+        raise FileNotFoundError(f"--config_file {path}: no such file")
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))  # JSON is YAML too
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not valid YAML: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold `key: value` lines, got {type(content).__name__}")
+    near = [key for key in content if key != BLOCK and difflib.get_close_matches(str(key), [BLOCK], cutoff=0.8)]
+    if near:
+        raise ValueError(f"{path}: unknown key {near[0]!r}; did you mean {BLOCK!r}?")
+    return content.get(BLOCK), {key: value for key, value in content.items() if key != BLOCK}
+
+
+def environment_of(block: Any, path: str) -> dict[str, str]:
+    """The block as environment variables, checked.
+
+    Args:
+        block: mapping of the fields of :class:`hf_emopt.EmoptPlugin`; a field that is null is left out.
+        path: file that it comes from, for messages.
+
+    Raises:
+        ValueError: unknown key, with the nearest known one; bad value, with what is accepted.
+    """
+    known = [field.name for field in fields(EmoptPlugin)]
+    if not isinstance(block, Mapping):
+        raise ValueError(f"{path}: {BLOCK} must be a mapping of {', '.join(known)}; got {type(block).__name__}")
+    for key in block:
+        if key not in known:
+            close = difflib.get_close_matches(str(key), known, n=1, cutoff=0.4)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise ValueError(f"{path}: {BLOCK} has no key {key!r}{hint} Known: {', '.join(known)}.")
+    given = {key: value for key, value in block.items() if value is not None}
+    try:
+        EmoptPlugin(**given)
+    except ValueError as error:
+        raise ValueError(f"{path}: {BLOCK}: {error}") from None
+    return {ENVIRONMENT_PREFIX + key.upper(): _text(value) for key, value in given.items()}
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return json.dumps(value)
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,44 @@
+"""Optimizers by the names that users write."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-untyped]
+
+from hf_emopt.matrix_optimizer import MatrixOptimizer
+from hf_emopt.optimizers import SOAP, KLShampoo, Muon, NorMuon, Shampoo
+
+__all__ = ["OPTIMIZERS", "PREFIX", "optimizer_class", "unwrap_optimizer"]
+
+PREFIX = "emopt_"
+OPTIMIZERS: dict[str, type[MatrixOptimizer]] = {
+    "muon": Muon,
+    "normuon": NorMuon,
+    "soap": SOAP,
+    "shampoo": Shampoo,
+    "kl_shampoo": KLShampoo,
+}
+"""Name without prefix to optimizer class. A new optimizer is one line here."""
+
+
+def optimizer_class(name: str) -> type[MatrixOptimizer]:
+    """The class of ``name``, with or without the prefix ``emopt_``.
+
+    Raises:
+        ValueError: for an unknown name; the message has all names and the nearest one.
+    """
+    optimizer_cls = OPTIMIZERS.get(name.removeprefix(PREFIX))
+    if optimizer_cls is None:
+        close = difflib.get_close_matches(name, OPTIMIZERS, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"{name!r} is not one of {', '.join(OPTIMIZERS)}{hint}")
+    return optimizer_cls
+
+
+def unwrap_optimizer(optimizer: Any) -> MatrixOptimizer | None:
+    """The :class:`MatrixOptimizer` under Accelerate's wrapper, or ``None`` where there is none."""
+    while isinstance(optimizer, AcceleratedOptimizer):
+        optimizer = optimizer.optimizer
+    return optimizer if isinstance(optimizer, MatrixOptimizer) else None

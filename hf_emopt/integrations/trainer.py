@@ -1,0 +1,118 @@
+"""A ``Trainer`` that knows about matrix optimizers: overlap on, the plan shown, metrics in every log."""
+
+from __future__ import annotations
+
+import logging as levels
+from typing import Any, ClassVar
+
+import torch
+from transformers import Trainer
+from transformers.training_args import ParallelMode
+from transformers.utils import logging
+
+from hf_emopt.integrations.checkpoints import attach_checkpoint_hooks
+from hf_emopt.integrations.refusals import optim_name
+from hf_emopt.integrations.registry import unwrap_optimizer
+from hf_emopt.integrations.transformers import EmoptCallback, OptimizerFactory, handler_of
+
+__all__ = ["EmoptTrainer", "EmoptTrainerMixin"]
+
+logger = logging.get_logger("transformers.hf_emopt")
+
+
+class EmoptTrainerMixin:
+    """Mix in before any ``Trainer``: ``class EmoptSFTTrainer(EmoptTrainerMixin, SFTTrainer)``.
+
+    A plain ``Trainer`` trains to the same weights and saves the same checkpoints. This adds:
+
+    * ``overlap_param_gather`` is on unless ``optim_args`` or ``EMOPT_OVERLAP_PARAM_GATHER`` says otherwise, where nothing
+      reads parameters between a step and the next forward pass: see :meth:`overlap_applies`.
+    * Routes and the plan (owners, costs and bytes of each rank) are shown at the start of training under the default
+      verbosity; ``explain_at_start = False`` leaves the one line that a plain ``Trainer`` shows.
+    * Learning rates by group and ``skipped_steps`` are in ``log`` itself, so that overrides of ``log`` and callbacks of
+      every position see them.
+    * ``trainer.accelerator.save_state`` saves the whole state of the optimizer.
+    """
+
+    explain_at_start: ClassVar[bool] = True
+    """Show routes and plan at the start of training."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        trainer = self._trainer()
+        given = trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None
+        if not given and handler_of(trainer.args) is None:
+            logger.warning(
+                f"{type(self).__name__} trains with optim={optim_name(trainer.args)!r}, which is none of hf_emopt's; "
+                'write optim="muon", for instance.'
+            )
+        for callback in trainer.callback_handler.callbacks:
+            if isinstance(callback, EmoptCallback) and self.explain_at_start:
+                callback.route_level = levels.WARNING
+
+    def _trainer(self) -> Trainer:
+        if not isinstance(self, Trainer):
+            raise TypeError(
+                f"{type(self).__name__} must also derive from transformers.Trainer, after EmoptTrainerMixin"
+            )
+        return self
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As ``Trainer``'s; what the accelerator saves is whole."""
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        attach_checkpoint_hooks(self._trainer().accelerator)
+
+    def overlap_applies(self) -> bool:
+        """Whether a delayed gather of parameters is both of use and safe.
+
+        It is of use under DistributedDataParallel. It is not safe where something else than the model's forward pass reads
+        parameters after a step: a compiled model, which does not run hooks of its modules, a callback that is not from
+        transformers, or generation by vLLM, which is sent the weights.
+        """
+        trainer = self._trainer()
+        args = trainer.args
+        return (
+            args.parallel_mode == ParallelMode.DISTRIBUTED
+            and args.world_size > 1
+            and not trainer.is_fsdp_enabled
+            and not trainer.is_deepspeed_enabled
+            and not args.torch_compile
+            and not getattr(args, "use_vllm", False)
+            and all(_is_known(callback) for callback in trainer.callback_handler.callbacks)
+        )
+
+    def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
+        """As ``Trainer``'s, with ``overlap_param_gather`` where it applies."""
+        trainer, own = self._trainer(), None
+        if (
+            trainer.optimizer is None
+            and trainer.optimizer_cls_and_kwargs is None
+            and handler_of(trainer.args) is not None
+        ):
+            whole: Any = trainer.model if model is None else model
+            own = trainer.get_optimizer_cls_and_kwargs(trainer.args, whole)
+        if own is not None and isinstance(own[0], OptimizerFactory):
+            own[1].setdefault("overlap_param_gather", self.overlap_applies())
+            trainer.optimizer_cls_and_kwargs = own
+        try:
+            return super().create_optimizer(model)  # type: ignore[misc]
+        finally:
+            if own is not None:
+                trainer.optimizer_cls_and_kwargs = None
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """As ``Trainer``'s, with the learning rate of every kind of group and ``skipped_steps`` unless it is 0."""
+        trainer = self._trainer()
+        optimizer = unwrap_optimizer(trainer.optimizer)
+        if optimizer is not None and "learning_rate" in logs:
+            known = (c for c in trainer.callback_handler.callbacks if isinstance(c, EmoptCallback))
+            logs.update(next(known, EmoptCallback()).metrics(optimizer))
+        super().log(logs, start_time)  # type: ignore[misc]
+
+
+class EmoptTrainer(EmoptTrainerMixin, Trainer):
+    """``transformers.Trainer`` with :class:`EmoptTrainerMixin`; the same arguments."""
+
+
+def _is_known(callback: Any) -> bool:
+    return type(callback).__module__.partition(".")[0] in ("transformers", "hf_emopt")

@@ -1,0 +1,39 @@
+"""Lets Accelerate use FSDP on CPU ranks, which it enables for devices that it calls MULTI_GPU and the like only.
+
+Run as a script it does so for another one: ``python fsdp_on_cpu.py SCRIPT ARGUMENTS``.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
+
+_original = PartialState.__init__
+
+
+def enable() -> None:
+    """Has Accelerate take several CPU ranks for several devices. Use it with ``cpu=True``, which chooses gloo."""
+    PartialState.__init__ = _as_devices  # type: ignore[method-assign]
+
+
+def disable() -> None:
+    """Undoes :func:`enable`: DistributedDataParallel on such devices would be given their numbers."""
+    PartialState.__init__ = _original  # type: ignore[method-assign]
+
+
+def _as_devices(self: PartialState, *args: Any, **kwargs: Any) -> None:
+    _original(self, *args, **kwargs)
+    if self.__dict__.get("distributed_type") == DistributedType.MULTI_CPU:
+        PartialState._shared_state["distributed_type"] = self.__dict__["distributed_type"] = DistributedType.MULTI_GPU
+
+
+if __name__ == "__main__":
+    enable()
+    sys.argv = sys.argv[1:]
+    sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))
+    runpy.run_path(sys.argv[0], run_name="__main__")
