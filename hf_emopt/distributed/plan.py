@@ -377,7 +377,7 @@ class _Assignment:
             return costs[key] if price is None else price(k)
 
         carried = [self.loads[storage.rank(position)] for position in range(world)]
-        owners = assign(costs, world, shard_cost if shareable else None, carried)
+        owners = assign(costs, world, shard_cost, carried)
         segments: dict[str, list[Segment]] = {p.name: [] for p in members}
         for key in sorted(pieces):
             p, start, stop = pieces[key]
