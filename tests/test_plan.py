@@ -8,7 +8,6 @@ import pytest
 
 from hf_emopt.distributed.layout import Storage
 from hf_emopt.distributed.plan import PlannedParameter, assign_owners, make_plan
-from hf_emopt.distributed.slots import assign_slots
 from hf_emopt.routing.unit import Unit
 
 
@@ -71,21 +70,3 @@ def test_longest_processing_time_first() -> None:
 def test_world_size_must_be_positive() -> None:
     with pytest.raises(ValueError, match="world_size=0"):
         assign_owners({}, 0)
-
-
-def test_periodic_work_is_spread_in_few_calls() -> None:
-    """Every piece has a slot, steps cost about the same, and pieces that are done in one call stay together."""
-    shapes = {"attention": (16, (2,)), "up": (8, (23, 1)), "down": (4, (23,))}
-    batches = [([(name, 0, b) for b in range(n)], costs) for name, (n, costs) in shapes.items()]
-    slots = assign_slots(batches, 10)
-    loads, calls = [0] * 10, [set() for _ in range(10)]
-    for matrices, costs in batches:
-        for matrix in matrices:
-            for piece, slot in enumerate(slots[matrix]):
-                loads[slot] += costs[piece]
-                calls[slot].add((matrix[0], costs[piece]))
-    assert sum(loads) == 16 * 2 + 8 * 24 + 4 * 23
-    assert max(loads) <= 1.6 * sum(loads) / 10
-    assert sum(map(len, calls)) <= 14  # pieces one by one would make up to 40
-    assert assign_slots(batches, 10) == slots
-    assert set(assign_slots(batches, 1).values()) == {(0,), (0, 0)}

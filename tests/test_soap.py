@@ -129,7 +129,7 @@ def test_moments_are_carried_through_a_turn() -> None:
     optimizer = hf_emopt.SOAP([p], precondition_frequency=100, refresh="synchronous")
     run([p], optimizer, grads)
     rule, group = optimizer.rule, optimizer.param_groups[0]
-    storage = optimizer._unit_states[0, 0]
+    storage = optimizer._engine.unit_states[0, 0]
     (block,) = rule.blocks(torch.zeros(1, 6, 9, dtype=torch.float64), storage, group)
 
     def original(name: str) -> Tensor:
@@ -138,8 +138,8 @@ def test_moments_are_carried_through_a_turn() -> None:
 
     before, mass = original("exp_avg").clone(), block.tensor("exp_avg_sq").sum().clone()
     old = block.tensor("basis", 0).clone()
-    rows = torch.tensor([0])
-    rule.refresh_now(block, rows, group, first=False, ok=None)
+    sides = [rule.side(block, d, [0], order=2) for d in range(2)]
+    rule.refresh_now(sides, group, first=False, ok=None)
     assert (block.tensor("basis", 0) - old).norm() > 0.1
     torch.testing.assert_close(original("exp_avg"), before, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(block.tensor("exp_avg_sq").sum(), mass, rtol=1e-10, atol=0)

@@ -6,42 +6,91 @@ import math
 from collections.abc import Sequence
 
 from hf_emopt.distributed.plan import assign_owners
+from hf_emopt.rules.refresh import CALL_COST
 
 __all__ = ["Matrix", "assign_slots"]
 
 Matrix = tuple[str, int, int]
 """A parameter's name, the number of a unit in it, and of a matrix in the unit."""
 
+Piece = tuple[Matrix, int]
+
+# Ways to cut that are tried; beyond, neighbours differ by little.
+_MOST_LIMITS = 64
+
 
 def assign_slots(
-    batches: Sequence[tuple[Sequence[Matrix], Sequence[int]]], period: int
+    batches: Sequence[tuple[Sequence[Matrix], Sequence[int]]], period: int, call_cost: int = CALL_COST
 ) -> dict[Matrix, tuple[int, ...]]:
-    """The step within a period at which each piece of periodic work is due, so that every step has about the same.
+    """The step within a period at which each piece of periodic work is due.
 
-    Pieces of one batch and one cost are done in one call, and a call has a price of its own (launches, checks), so they
-    are parted no further than balance asks for: into chunks of at most a step's fair share, which then go to the least
-    loaded steps, longest first.
+    Pieces of one batch and one cost that are due on the same step are done in one call, and a call has a price of its own
+    (launches, checks). So pieces are parted into chunks, which go to the least loaded steps, longest first; and how far
+    they are parted is what makes the sum of the longest and the mean step least.
 
     Args:
         batches: for each batch, its matrices, and the costs of the pieces that each of them has.
         period: steps in a period.
+        call_cost: price of a call, in the units of the costs.
 
     Returns:
         Slots from 0 to ``period - 1`` for the pieces of each matrix.
     """
-    share = sum(len(matrices) * sum(costs) for matrices, costs in batches) / period
-    chunks: dict[str, list[tuple[Matrix, int]]] = {}
+    alike = _alike(batches)
+    best: tuple[int, list[list[Piece]], dict[str, int]] | None = None
+    for limit in _limits(alike, call_cost):
+        chunks, prices = _cut(alike, limit, call_cost)
+        slots = assign_owners(prices, period)
+        loads = [0] * period
+        for key, slot in slots.items():
+            loads[slot] += prices[key]
+        badness = period * max(loads) + sum(loads)
+        if best is None or badness < best[0]:
+            best = badness, chunks, slots
+    found: dict[Matrix, list[int]] = {m: [0] * len(costs) for matrices, costs in batches for m in matrices}
+    if best is not None:
+        for number, chunk in enumerate(best[1]):
+            for matrix, piece in chunk:
+                found[matrix][piece] = best[2][_key(number)]
+    return {matrix: tuple(pieces) for matrix, pieces in found.items()}
+
+
+def _alike(batches: Sequence[tuple[Sequence[Matrix], Sequence[int]]]) -> list[tuple[int, list[Piece]]]:
+    """Pieces that can be done in one call, with the cost of each."""
+    return [
+        (cost, [(matrix, piece) for piece, c in enumerate(costs) if c == cost for matrix in matrices])
+        for matrices, costs in batches
+        for cost in sorted(set(costs), reverse=True)
+    ]
+
+
+def _limits(alike: Sequence[tuple[int, list[Piece]]], call_cost: int) -> list[int]:
+    """Prices of a chunk to try as the highest, falling: whole runs of like pieces first, single pieces last."""
+    prices = {
+        call_cost + cost * math.ceil(len(pieces) / parts)
+        for cost, pieces in alike
+        for parts in range(1, len(pieces) + 1)
+    }
+    falling = sorted(prices, reverse=True)
+    step = max(1, math.ceil(len(falling) / _MOST_LIMITS))
+    return falling[::step] + falling[-1:]
+
+
+def _cut(
+    alike: Sequence[tuple[int, list[Piece]]], limit: int, call_cost: int
+) -> tuple[list[list[Piece]], dict[str, int]]:
+    """Equal chunks of each run, no dearer than the limit unless a single piece is; and their prices by key."""
+    chunks: list[list[Piece]] = []
     prices: dict[str, int] = {}
-    for number, (matrices, costs) in enumerate(batches):
-        for cost in sorted(set(costs), reverse=True):
-            alike = [(matrix, piece) for piece, c in enumerate(costs) if c == cost for matrix in matrices]
-            parts = min(len(alike), max(1, math.ceil(len(alike) * cost / share))) if share else 1
-            for part in range(parts):
-                chunk = alike[part * len(alike) // parts : (part + 1) * len(alike) // parts]
-                chunks[f"{number:06}|{cost}|{part}"] = chunk
-                prices[f"{number:06}|{cost}|{part}"] = cost * len(chunk)
-    slots: dict[Matrix, list[int]] = {m: [0] * len(costs) for matrices, costs in batches for m in matrices}
-    for key, slot in assign_owners(prices, period).items():
-        for matrix, piece in chunks[key]:
-            slots[matrix][piece] = slot
-    return {matrix: tuple(pieces) for matrix, pieces in slots.items()}
+    for cost, pieces in alike:
+        most = max(1, (limit - call_cost) // cost) if cost else len(pieces)
+        parts = math.ceil(len(pieces) / most)
+        for part in range(parts):
+            chunk = pieces[part * len(pieces) // parts : (part + 1) * len(pieces) // parts]
+            prices[_key(len(chunks))] = call_cost + cost * len(chunk)
+            chunks.append(chunk)
+    return chunks, prices
+
+
+def _key(number: int) -> str:
+    return f"{number:06}"

@@ -14,7 +14,7 @@ from functools import lru_cache
 
 from torch import Tensor
 
-__all__ = ["BlockClass", "BlockGrid"]
+__all__ = ["BlockClass", "BlockGrid", "BlockState", "Side", "mode_product", "unfold"]
 
 
 @dataclass(frozen=True)
@@ -97,3 +97,92 @@ def _interleaved(block_class: BlockClass, batch: int) -> tuple[list[int], list[i
         shape += [count, size]
     dims = len(block_class.sizes)
     return shape, [0, *(1 + 2 * d for d in range(dims)), *(2 + 2 * d for d in range(dims))]
+
+
+def unfold(x: Tensor, d: int) -> Tensor:
+    """``(B, b1, ..., bk)`` to ``(B, b_d, rest)``, dimension ``d`` (from 0, the batch not counted) as rows."""
+    return x.movedim(d + 1, 1).reshape(x.shape[0], x.shape[d + 1], -1)
+
+
+def mode_product(x: Tensor, matrix: Tensor, d: int) -> Tensor:
+    """Multiplies dimension ``d`` of each block by a matrix: ``y[.., i, ..] = sum_j matrix[i, j] x[.., j, ..]``.
+
+    Args:
+        x: ``(B, b1, ..., bk)``.
+        matrix: ``(B, p, b_d)``.
+        d: dimension, the batch not counted.
+    """
+    if x.ndim == 3:  # matrices, without moving anything
+        return matrix @ x if d == 0 else x @ matrix.mT
+    moved = x.movedim(d + 1, 1)
+    product = matrix @ moved.reshape(x.shape[0], x.shape[d + 1], -1)
+    return product.reshape(x.shape[0], -1, *moved.shape[2:]).movedim(1, d + 1)
+
+
+@dataclass
+class BlockState:
+    """The blocks of one class in a batch of matrices, flattened to one batch dimension, and where their state is.
+
+    Attributes:
+        index: which class of the grid.
+        grads: ``(N * count, b1, ..., bk)``.
+        count: blocks of this class in each matrix.
+        first_piece: number of the first block's first preconditioned side among those of a matrix.
+        state: the batch's unit state.
+    """
+
+    index: int
+    grads: Tensor
+    count: int
+    first_piece: int
+    state: dict[str, Tensor]
+
+    def tensor(self, name: str, d: int | None = None) -> Tensor:
+        """A state tensor with matrices and blocks flattened together: a view, to be changed in place."""
+        value = self.state[self.key(name, d)]
+        return value.view(-1, *value.shape[2:])
+
+    def key(self, name: str, d: int | None = None) -> str:
+        return f"{name}.{self.index}" if d is None else f"{name}.{self.index}.{d}"
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(self.grads.shape[1:])
+
+
+@dataclass(frozen=True)
+class Side:
+    """One dimension of some blocks of a class, which is refreshed by itself.
+
+    Attributes:
+        block: the class.
+        d: the dimension.
+        chosen: numbers of the blocks, matrices and blocks flattened together.
+        rows: the same as an index on the device; ``None`` for all blocks, which need none.
+        order: dimensions of the block that are preconditioned.
+    """
+
+    block: BlockState
+    d: int
+    chosen: tuple[int, ...]
+    rows: Tensor | None
+    order: int
+
+    def take(self, name: str) -> Tensor:
+        """State of these blocks and this dimension: a view of all, a copy of some."""
+        return self.pick(self.block.tensor(name, self.d))
+
+    def pick(self, value: Tensor) -> Tensor:
+        """These blocks of a tensor ``(N * count, ...)``: a view of all, a copy of some."""
+        return value if self.rows is None else value[self.rows]
+
+    def put(self, name: str, value: Tensor) -> None:
+        """Writes what :meth:`take` reads."""
+        self.assign(self.block.tensor(name, self.d), value)
+
+    def assign(self, target: Tensor, value: Tensor) -> None:
+        """Writes these blocks of a tensor ``(N * count, ...)``."""
+        if self.rows is None:
+            target.copy_(value)
+        else:
+            target[self.rows] = value.to(target.dtype)

@@ -7,7 +7,7 @@ algorithm 1. KL-Shampoo: W. Lin et al., arXiv:2509.03378.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import ClassVar, Literal, get_args
 
@@ -17,16 +17,9 @@ from torch import Tensor
 from hf_emopt.linalg.failures import with_ladder
 from hf_emopt.linalg.inverse_root import RootSolver, inverse_root
 from hf_emopt.rules.base import Clock, Group
-from hf_emopt.rules.kronecker import (
-    BlockState,
-    Gate,
-    KroneckerRule,
-    Refreshed,
-    Snapshot,
-    gate_of,
-    mode_product,
-    unfold,
-)
+from hf_emopt.rules.blocks import BlockState, Side, mode_product, unfold
+from hf_emopt.rules.kronecker import Gate, KroneckerRule, gate_of
+from hf_emopt.rules.refresh import Refreshed, Snapshot
 
 __all__ = ["GRAFTING", "Grafting", "KLShampooRule", "ShampooRule"]
 
@@ -115,12 +108,13 @@ class ShampooRule(KroneckerRule):
         unit_state["count"].add_(gate)
         filtered = self._filter(x, unit_state, group, gate)
         graft = self._graft(x, filtered, unit_state, group, gate)
-        parts = []
+        blocks, parts = self.blocks(x, unit_state, group), []
         grid = self.grid(x.shape[1:], group)
         with self.precision(group):
-            for block, m, g in zip(self.blocks(x, unit_state, group), grid.split(filtered), grid.split(graft)):
+            for block in blocks:
                 self._update_factors(block, group, gate, clock)
-                self.refresh(block, group, ok, clock)
+            self.refresh(blocks, group, ok, clock)
+            for block, m, g in zip(blocks, grid.split(filtered), grid.split(graft)):
                 direction = self._precondition(block, m.flatten(0, 1), g.flatten(0, 1), group, clock)
                 parts.append(direction.view(m.shape))
         update = grid.merge(parts)
@@ -130,7 +124,7 @@ class ShampooRule(KroneckerRule):
         beta1 = group["betas"][0]
         if not beta1:
             return x
-        state["exp_avg"].add_((x - state["exp_avg"]) * gate, alpha=1.0 - beta1)
+        state["exp_avg"].lerp_(x, gate * (1.0 - beta1))
         return state["exp_avg"] / self._correction(beta1, state, x) if group["bias_correction"] else state["exp_avg"]
 
     def _correction(self, beta: float, state: dict[str, Tensor], like: Tensor) -> Tensor:
@@ -147,9 +141,10 @@ class ShampooRule(KroneckerRule):
         if kind == "adagrad":
             moment.add_(x.square() * gate)
         else:
-            moment.add_((x.square() - moment) * gate, alpha=1.0 - beta)
-        scale = moment / self._correction(beta, state, x) if kind == "adam" else moment
-        return filtered / (scale.sqrt() + eps)
+            moment.lerp_(x.square(), gate * (1.0 - beta))
+        if kind == "adam":
+            return filtered / (moment.sqrt() * self._correction(beta, state, x).rsqrt() + eps)
+        return filtered / (moment.sqrt() + eps)
 
     def _update_factors(self, block: BlockState, group: Group, gate: Gate, clock: Clock) -> None:
         dims = self.factored(block, group)
@@ -167,38 +162,34 @@ class ShampooRule(KroneckerRule):
     def refreshed_names(self, group: Group) -> tuple[str, ...]:
         return ("root",)
 
-    def snapshot(self, block: BlockState, rows: Tensor, group: Group) -> Snapshot:
-        beta2 = group["betas"][1]
-        counts = block.state["count"][rows // block.count].clamp_min(1.0)
-        corrected = group["bias_correction"] and beta2 < 1.0
-        correction = (1.0 - beta2**counts).view(-1, 1, 1) if corrected else 1.0
-        dims = self.factored(block, group)
-        return Snapshot({d: {"factor": self.factor(block, d, group)[rows] / correction} for d in dims})
+    def snapshot(self, side: Side, group: Group) -> dict[str, Tensor]:
+        beta2, factor = group["betas"][1], side.pick(self.factor(side.block, side.d, group))
+        if not group["bias_correction"] or beta2 == 1.0:
+            return {"factor": factor}
+        counts = side.pick(side.block.state["count"].repeat_interleave(side.block.count)).clamp_min(1.0)
+        return {"factor": factor / (1.0 - beta2**counts).view(-1, 1, 1)}
 
     def compute(self, snapshot: Snapshot, group: Group, first: bool) -> Refreshed:
-        parts: dict[int, dict[str, Tensor]] = {}
-        failures = []
-        for d, inputs in snapshot.by_dimension.items():
-            factor = inputs["factor"]
-            solver, relative_epsilon = self._solver(factor, group)
-            root = partial(
-                inverse_root,
-                exponent=self.exponent(len(snapshot.by_dimension), group),
-                epsilon=group["epsilon"],
-                solver=solver,
-                relative_epsilon=relative_epsilon,
-                precision=group["matmul_precision"],
-            )
-            outcome = with_ladder(root, factor)
-            self.ladder += outcome.report
-            parts[d] = {"root": outcome.value.value}
-            failures.append(outcome.failed)
-        return Refreshed(parts, torch.stack(failures).any(dim=0))
+        factor = snapshot.tensors["factor"]
+        solver, relative_epsilon = self._solver(factor, group)
+        root = partial(
+            inverse_root,
+            exponent=self.exponent(snapshot.order, group),
+            epsilon=group["epsilon"],
+            solver=solver,
+            relative_epsilon=relative_epsilon,
+            precision=group["matmul_precision"],
+        )
+        # What needs no look at its result to go on is tried without one.
+        optimistic = None if solver == "eigh" else partial(root, fallback=False)
+        outcome = with_ladder(root, factor, optimistic=optimistic)
+        self.ladder += outcome.report
+        return Refreshed({"root": outcome.value.value}, outcome.failed, clean=not outcome.failed_blocks)
 
-    def install(self, block: BlockState, rows: Tensor, new: Refreshed, keep: Tensor, group: Group) -> None:
-        for d, parts in new.by_dimension.items():
-            root = block.tensor("root", d)
-            root[rows] = torch.where(keep.view(-1, 1, 1), root[rows], parts["root"].to(root.dtype))
+    def install(self, sides: Sequence[Side], new: Sequence[Refreshed], keep: Sequence[Tensor], group: Group) -> None:
+        for side, result, kept in zip(sides, new, keep):
+            root = side.take("root")
+            side.put("root", torch.where(kept.view(-1, 1, 1), root, result.tensors["root"].to(root.dtype)))
 
     @staticmethod
     def _solver(factor: Tensor, group: Group) -> tuple[RootSolver, float]:

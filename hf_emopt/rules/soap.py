@@ -7,6 +7,7 @@ W. Lin et al., arXiv:2509.03378, section 5.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import ClassVar
 
@@ -16,16 +17,9 @@ from torch import Tensor
 from hf_emopt.linalg.eigenbasis import RefreshMethod, refresh_eigenbasis
 from hf_emopt.linalg.failures import with_ladder
 from hf_emopt.rules.base import Clock, Group
-from hf_emopt.rules.kronecker import (
-    BlockState,
-    Gate,
-    KroneckerRule,
-    Refreshed,
-    Snapshot,
-    gate_of,
-    mode_product,
-    unfold,
-)
+from hf_emopt.rules.blocks import BlockState, Side, mode_product, unfold
+from hf_emopt.rules.kronecker import Gate, KroneckerRule, gate_of
+from hf_emopt.rules.refresh import Refreshed, Snapshot
 
 __all__ = ["SoapRule"]
 
@@ -101,12 +95,12 @@ class SoapRule(KroneckerRule):
         if any(warming):
             gate = gate * x.new_tensor([0.0 if w else 1.0 for w in warming])
         unit_state["count"].add_(gate)
-        parts = []
+        blocks, parts = self.blocks(x, unit_state, group), []
         with self.precision(group):
-            for block in self.blocks(x, unit_state, group):
+            for block in blocks:
                 parts.append(self._adam(block, group, _per_block(gate, block)))
                 self._update_factors(block, group, gate_of(ok, x), clock)
-                self.refresh(block, group, ok, clock)
+            self.refresh(blocks, group, ok, clock)
         update = self.grid(x.shape[1:], group).merge(
             [p.view(x.shape[0], -1, *p.shape[1:]) for p in parts]
         )  # fmt: skip
@@ -121,14 +115,15 @@ class SoapRule(KroneckerRule):
         for d in dims:
             projected = mode_product(projected, bases[d].mT, d)
         exp_avg, exp_avg_sq = block.tensor("exp_avg"), block.tensor("exp_avg_sq")
-        exp_avg.add_((projected - exp_avg) * gate, alpha=1.0 - beta1)
-        exp_avg_sq.add_((projected.square() - exp_avg_sq) * gate, alpha=1.0 - beta2)
-        steps = block.state["count"].clamp_min(1.0).repeat_interleave(block.count).view(-1, *[1] * (projected.ndim - 1))
-        correction1, correction2 = 1.0 - beta1**steps, 1.0 - beta2**steps
+        exp_avg.lerp_(projected, gate * (1.0 - beta1))
+        exp_avg_sq.lerp_(projected.square(), gate * (1.0 - beta2))
+        steps = _per_block(block.state["count"].clamp_min(1.0), block)
+        correction1, correction2 = 1.0 - beta1**steps, (1.0 - beta2**steps).sqrt()
         if group["compat"] == "paper":
-            update = exp_avg / (exp_avg_sq.sqrt() + group["eps"]) * (correction2.sqrt() / correction1)
-        else:
-            update = (exp_avg / correction1) / ((exp_avg_sq / correction2).sqrt() + group["eps"])
+            update = exp_avg / (exp_avg_sq.sqrt() + group["eps"]) * (correction2 / correction1)
+        else:  # (M / c1) / (sqrt(V / c2) + eps), with what is known for a whole block gathered
+            denominator = torch.addcmul(group["eps"] * correction1, exp_avg_sq.sqrt(), correction1 / correction2)
+            update = exp_avg / denominator
         for d in dims:
             update = mode_product(update, bases[d], d)
         return update
@@ -153,59 +148,53 @@ class SoapRule(KroneckerRule):
     def refreshed_names(self, group: Group) -> tuple[str, ...]:
         return ("basis", "eigenvalues") if group["kl"] else ("basis",)
 
-    def snapshot(self, block: BlockState, rows: Tensor, group: Group) -> Snapshot:
-        parts = {}
-        for d in self.factored(block, group):
-            factor = self.factor(block, d, group)[rows]
-            parts[d] = {"factor": factor, "basis": block.tensor("basis", d)[rows].to(factor.dtype)}
-        return Snapshot(parts)
+    def snapshot(self, side: Side, group: Group) -> dict[str, Tensor]:
+        factor = side.pick(self.factor(side.block, side.d, group))
+        return {"factor": factor, "basis": side.take("basis").to(factor.dtype)}
 
     def compute(self, snapshot: Snapshot, group: Group, first: bool) -> Refreshed:
-        parts: dict[int, dict[str, Tensor]] = {}
-        failures = []
-        for d, inputs in snapshot.by_dimension.items():
-            # The first basis is far from the identity it replaces, so it is computed from scratch.
-            method: RefreshMethod = "eigh" if first else group["basis_method"]
-            turn = partial(refresh_eigenbasis, method=method, precision=group["matmul_precision"])
-            outcome = with_ladder(turn, inputs["factor"], inputs["basis"])
-            self.ladder += outcome.report
-            result = outcome.value
-            parts[d] = {"basis": result.q}
-            if group["kl"]:
-                parts[d]["eigenvalues"] = result.eigenvalues_estimate
-            if group["compat"] == "paper":
-                parts[d]["permutation"] = result.permutation
-            failures.append(outcome.failed)
-        return Refreshed(parts, torch.stack(failures).any(dim=0))
+        # The first basis is far from the identity it replaces, so it is computed from scratch.
+        method: RefreshMethod = "eigh" if first else group["basis_method"]
+        turn = partial(refresh_eigenbasis, method=method, precision=group["matmul_precision"], measure=group["kl"])
+        # What needs no look at its result to go on is tried without one.
+        optimistic = None if method == "eigh" else partial(turn, fallback=False)
+        outcome = with_ladder(turn, snapshot.tensors["factor"], snapshot.tensors["basis"], optimistic=optimistic)
+        self.ladder += outcome.report
+        result = outcome.value
+        tensors = {"basis": result.q}
+        if group["kl"]:
+            tensors["eigenvalues"] = result.eigenvalues_estimate
+        if group["compat"] == "paper":
+            tensors["permutation"] = result.permutation
+        return Refreshed(tensors, outcome.failed, clean=not outcome.failed_blocks)
 
-    def install(self, block: BlockState, rows: Tensor, new: Refreshed, keep: Tensor, group: Group) -> None:
+    def install(self, sides: Sequence[Side], new: Sequence[Refreshed], keep: Sequence[Tensor], group: Group) -> None:
         """Replaces the bases of some blocks and carries their moments along."""
-        exp_avg, exp_avg_sq = block.tensor("exp_avg"), block.tensor("exp_avg_sq")
-        first_moment, second_moment = exp_avg[rows], exp_avg_sq[rows]
-        kept = keep.view(-1, 1, 1)
-        for d, parts in new.by_dimension.items():
-            basis = block.tensor("basis", d)
-            old = basis[rows].to(exp_avg.dtype)
+        exp_avg, exp_avg_sq = sides[0].block.tensor("exp_avg"), sides[0].block.tensor("exp_avg_sq")
+        before = sides[0].pick(exp_avg), sides[0].pick(exp_avg_sq)
+        first_moment, second_moment = before
+        for side, result, kept in zip(sides, new, keep):
+            d, basis = side.d, side.take("basis")
             # As it will be stored: in 16 bits the moments must turn by the basis that the next step sees.
-            turned = torch.where(kept, basis[rows], parts["basis"].to(basis.dtype))
-            turn = old.mT @ turned.to(old.dtype)
-            first_moment = mode_product(first_moment, turn.mT, d)
+            turned = torch.where(kept.view(-1, 1, 1), basis, result.tensors["basis"].to(basis.dtype))
+            turn = basis.to(exp_avg.dtype).mT @ turned.to(exp_avg.dtype)
+            # Blocks that stay are left as they were, not put through a product with a near-identity.
+            stay = kept.view(-1, *[1] * (exp_avg.ndim - 1))
+            first_moment = torch.where(stay, first_moment, mode_product(first_moment, turn.mT, d))
             if group["compat"] != "paper":
-                second_moment = mode_product(second_moment, turn.square().mT, d)
-            elif "permutation" in parts:
-                identity = torch.arange(old.shape[-1], device=rows.device)
-                order = torch.where(keep.view(-1, 1), identity, parts["permutation"])
+                carried = mode_product(second_moment, turn.square().mT, d)
+            else:
                 shape = [1] * second_moment.ndim
-                shape[0], shape[d + 1] = order.shape
-                second_moment = second_moment.gather(d + 1, order.view(shape).expand_as(second_moment))
-            basis[rows] = turned
-            if "eigenvalues" in parts:
-                eigenvalues = block.tensor("eigenvalues", d)
-                eigenvalues[rows] = torch.where(keep.view(-1, 1), eigenvalues[rows], parts["eigenvalues"])
-        # Blocks that stay are written back as they were, not through a product with a near-identity.
-        blocks = [1] * (exp_avg.ndim - 1)
-        exp_avg[rows] = torch.where(keep.view(-1, *blocks), exp_avg[rows], first_moment)
-        exp_avg_sq[rows] = torch.where(keep.view(-1, *blocks), exp_avg_sq[rows], second_moment)
+                shape[0], shape[d + 1] = turn.shape[:2]
+                order = result.tensors["permutation"].view(shape).expand_as(second_moment)
+                carried = second_moment.gather(d + 1, order)
+            second_moment = torch.where(stay, second_moment, carried)
+            side.put("basis", turned)
+            if "eigenvalues" in result.tensors:
+                eigenvalues = side.take("eigenvalues")
+                side.put("eigenvalues", torch.where(kept.view(-1, 1), eigenvalues, result.tensors["eigenvalues"]))
+        sides[0].assign(exp_avg, first_moment)
+        sides[0].assign(exp_avg_sq, second_moment)
 
     def _capped(self, update: Tensor, group: Group) -> Tensor:
         cap = group["max_update_rms"]
@@ -229,8 +218,8 @@ class SoapRule(KroneckerRule):
         )
 
 
-def _per_block(gate: Gate, block: BlockState) -> Gate:
-    """A gate of each matrix as one of each block, shaped to multiply blocks."""
-    if not isinstance(gate, Tensor) or gate.ndim == 0:
-        return gate
-    return gate.repeat_interleave(block.count).view(-1, *[1] * (block.grads.ndim - 1))
+def _per_block(value: Gate, block: BlockState) -> Gate:
+    """A number for each matrix as one for each block, shaped to multiply blocks."""
+    if not isinstance(value, Tensor) or value.ndim == 0:
+        return value
+    return value.repeat_interleave(block.count).view(-1, *[1] * (block.grads.ndim - 1))

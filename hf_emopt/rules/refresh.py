@@ -1,0 +1,354 @@
+"""When what is computed from the factors is computed anew: at once, spread over the period, or in the background.
+
+A refresh concerns one dimension of a block, a side, by itself. Sides of one size that are due on the same step are
+computed in one call, whatever class of blocks and dimension they belong to.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import abstractmethod
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from hf_emopt.linalg.failures import LadderReport
+from hf_emopt.rules.background import Background
+from hf_emopt.rules.base import Clock, Group, MatrixRule
+from hf_emopt.rules.blocks import BlockGrid, BlockState, Side
+
+__all__ = ["CALL_COST", "REFRESHES", "Refresh", "Refreshed", "RefreshingRule", "Snapshot"]
+
+logger = logging.getLogger("hf_emopt")
+
+Refresh = Literal["staggered", "synchronous", "async"]
+REFRESHES: tuple[str, ...] = ("staggered", "synchronous", "async")
+
+_CALL_SIDE = {"cpu": 256, "cuda": 2048}
+"""The side of a matrix whose refresh alone takes as long as what every call costs besides (launches, checks, the host's
+wait): by measurement of SOAP and Shampoo on two cores and on an H100. Other devices are taken for the latter."""
+
+CALL_COST = 10**9
+"""What a call costs of its own, in the units of :meth:`RefreshingRule.periodic_costs`."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a refresh is computed from: tensors ``(sides, ...)`` by name, of sides of one size.
+
+    Attributes:
+        order: dimensions of their blocks that are preconditioned.
+    """
+
+    tensors: dict[str, Tensor]
+    order: int
+
+
+@dataclass(frozen=True)
+class Refreshed:
+    """What a refresh gives: new state ``(sides, ...)`` by name, and which sides failed.
+
+    Attributes:
+        clean: the host knows already that none failed.
+    """
+
+    tensors: dict[str, Tensor]
+    failed: Tensor
+    clean: bool = False
+
+    def split(self, sizes: Sequence[int]) -> list[Refreshed]:
+        """Results of runs of sides."""
+        parts = {name: value.split(list(sizes)) for name, value in self.tensors.items()}
+        return [
+            Refreshed({name: values[i] for name, values in parts.items()}, failed, self.clean)
+            for i, failed in enumerate(self.failed.split(list(sizes)))
+        ]
+
+
+@dataclass
+class _Flight:
+    """A refresh under way: which sides, their results, and whether the step that began it is skipped."""
+
+    sides: list[Side]
+    result: Future[Refreshed]
+    skipped: Tensor | None
+
+
+class RefreshingRule(MatrixRule):
+    """The schedule of refreshes, their failures, and those that run in the background."""
+
+    scheduled = True
+
+    def __init__(self) -> None:
+        self.failures = 0
+        self.ladder = LadderReport()
+        self._background = Background()
+        self._flights: dict[tuple[int, int], list[_Flight]] = {}
+        self._rows: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
+
+    def __getstate__(self) -> dict[str, object]:
+        """What is being computed is settled before a copy is made, by the optimizer."""
+        return {**self.__dict__, "_flights": {}, "_rows": {}}
+
+    @abstractmethod
+    def grid(self, dims: Sequence[int], group: Group) -> BlockGrid:
+        """The blocks of a matrix (or tensor) of this shape."""
+
+    @abstractmethod
+    def has_factor(self, size: int, group: Group) -> bool:
+        """Whether a side of a block is preconditioned."""
+
+    def factored(self, block: BlockState, group: Group) -> list[int]:
+        """Dimensions of a block that have a factor."""
+        return [d for d, size in enumerate(block.sizes) if self.has_factor(size, group)]
+
+    # ------------------------------------------------------------------ schedule
+
+    def period(self, group: Group) -> int:
+        return int(group["precondition_frequency"])
+
+    def periodic_costs(self, m: int, n: int, group: Group) -> tuple[int, ...]:
+        """One piece for each preconditioned side of each block, in units of :data:`CALL_COST`."""
+        params = group.get("params") or [torch.empty(0)]
+        unit = _CALL_SIDE["cpu" if params[0].device.type in ("cpu", "meta") else "cuda"] ** 3
+        return tuple(
+            max(1, s**3 * CALL_COST // unit)
+            for c in self.grid((m, n), group).classes
+            for _ in range(c.count)
+            for s in c.sizes
+            if self.has_factor(s, group)
+        )
+
+    def first_round(self, group: Group) -> int:
+        """The round in which a synchronous schedule refreshes for the first time."""
+        return 1
+
+    def due(self, blocks: Sequence[BlockState], group: Group, clock: Clock) -> tuple[list[Side], list[Side]]:
+        """Sides to refresh now: those that have never been, and the others.
+
+        The first time is the same for all: to spread work that is done once saves no time, and blocks would go without.
+        """
+        period, start = self.period(group), self.first_round(group)
+        synchronous = group["refresh"] == "synchronous"
+        first: list[Side] = []
+        again: list[Side] = []
+        for block in blocks:
+            dims = self.factored(block, group)
+            for k, d in enumerate(dims):
+                new: list[int] = []
+                old: list[int] = []
+                for i, rounds in enumerate(clock.rounds):
+                    if rounds < start:
+                        continue
+                    for j in range(block.count):
+                        slot = 0 if synchronous else clock.slots[i][block.first_piece + j * len(dims) + k]
+                        if rounds == start:
+                            new.append(i * block.count + j)
+                        elif (rounds - start) % period == slot:
+                            old.append(i * block.count + j)
+                first += [self.side(block, d, new, len(dims))] if new else []
+                again += [self.side(block, d, old, len(dims))] if old else []
+        return first, again
+
+    def refreshed_before(self, block: BlockState, group: Group, clock: Clock) -> list[bool]:
+        """For each block, whether it has had a refresh, one in this round counted."""
+        start = self.first_round(group)
+        return [rounds >= start for rounds in clock.rounds for _ in range(block.count)]
+
+    def side(self, block: BlockState, d: int, chosen: Sequence[int], order: int) -> Side:
+        """A side of some blocks. Their index on the device is kept, since they come back every period."""
+        numbers, device = tuple(chosen), block.grads.device
+        if len(numbers) == block.grads.shape[0]:
+            return Side(block, d, numbers, None, order)
+        if (numbers, device) not in self._rows:
+            if len(self._rows) > 4096:  # gradients that come and go make many subsets
+                self._rows.clear()
+            self._rows[numbers, device] = torch.tensor(numbers, device=device)
+        return Side(block, d, numbers, self._rows[numbers, device], order)
+
+    # ------------------------------------------------------------------ refresh
+
+    @abstractmethod
+    def snapshot(self, side: Side, group: Group) -> dict[str, Tensor]:
+        """What a refresh of a side is computed from, which may be views of state."""
+
+    @abstractmethod
+    def compute(self, snapshot: Snapshot, group: Group, first: bool) -> Refreshed:
+        """The refresh itself: a function of the snapshot alone, so that it may run on the side.
+
+        Args:
+            first: these sides have never been refreshed.
+        """
+
+    @abstractmethod
+    def install(self, sides: Sequence[Side], new: Sequence[Refreshed], keep: Sequence[Tensor], group: Group) -> None:
+        """Puts a refresh to use.
+
+        Args:
+            sides: dimensions of the same blocks.
+            new: the result for each.
+            keep: for each, one bool a block: stay with the old.
+        """
+
+    @abstractmethod
+    def refreshed_names(self, group: Group) -> tuple[str, ...]:
+        """State that a refresh makes anew, by its name without class and dimension."""
+
+    def refresh(self, blocks: Sequence[BlockState], group: Group, ok: Tensor | None, clock: Clock) -> None:
+        """Refreshes the sides that are due, now or in the background."""
+        in_background = group["refresh"] == "async"
+        if in_background:
+            self._install_arrivals(blocks, group, clock)
+        first, again = self.due(blocks, group, clock)
+        if first:
+            self.refresh_now(first, group, True, ok)
+        if again and in_background:
+            self._launch(again, group, ok, clock)
+        elif again:
+            self.refresh_now(again, group, False, ok)
+
+    def refresh_now(self, sides: Sequence[Side], group: Group, first: bool, ok: Tensor | None) -> None:
+        """Refreshes the sides and puts the result to use."""
+        results: list[tuple[Side, Refreshed]] = []
+        for alike in _alike(sides):
+            new = self.compute(self._snapshot(alike, group, copy=False), group, first)
+            results += zip(alike, new.split([len(s.chosen) for s in alike]))
+        for same in _of_same_blocks(results):
+            keep = [new.failed if ok is None else new.failed | ~ok for _, new in same]
+            self.install([side for side, _ in same], [new for _, new in same], keep, group)
+        for side, new in results:
+            self.note_failures(side, new.failed, group, new.clean)
+
+    def _snapshot(self, alike: Sequence[Side], group: Group, copy: bool) -> Snapshot:
+        parts = [self.snapshot(side, group) for side in alike]
+        if len(parts) > 1:
+            tensors = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        else:
+            tensors = {name: value.clone() if copy else value for name, value in parts[0].items()}
+        return Snapshot(tensors, alike[0].order)
+
+    # ------------------------------------------------------------------ in the background
+
+    def delay(self, group: Group) -> int:
+        """Rounds between the launch of an asynchronous refresh and its use."""
+        if group["refresh"] != "async":
+            return 0
+        given = group["async_delay"]
+        return int(max(1, group["precondition_frequency"] // 2) if given is None else given)
+
+    def _launch(self, sides: Sequence[Side], group: Group, ok: Tensor | None, clock: Clock) -> None:
+        """Begins a refresh whose results will wait in ``next_*`` until their round comes."""
+        options = dict(group)  # as it is now; the learning rate and its like may change meanwhile
+        skipped = None if ok is None else ~ok
+        for side in sides:
+            side.block.tensor("pending", side.d)[list(side.chosen)] = self.delay(group)
+        for alike in _alike(sides):
+            snapshot = self._snapshot(alike, group, copy=True)
+            if clock.key is None:  # some of the batch are absent, and this state is a copy: nowhere to deliver to later
+                self._deliver(alike, self.compute(snapshot, options, first=False), skipped)
+                continue
+            device = alike[0].block.grads.device
+            result = self._background.submit(device, partial(self.compute, snapshot, options, first=False))
+            self._flights.setdefault(clock.key, []).append(_Flight(alike, result, skipped))
+
+    def _deliver(self, sides: Sequence[Side], new: Refreshed, skipped: Tensor | None) -> None:
+        for side, part in zip(sides, new.split([len(s.chosen) for s in sides])):
+            for name in part.tensors:
+                side.put(f"next_{name}", part.tensors[name])
+            side.put("next_failed", part.failed)
+            side.put(
+                "next_skipped", torch.zeros_like(part.failed) if skipped is None else skipped.expand_as(part.failed)
+            )
+
+    def settle(self, key: tuple[int, int], storage: dict[str, Tensor]) -> None:
+        """Waits for what is being computed for a batch and writes it to the batch's state."""
+        for flight in self._flights.pop(key, []):
+            for side in flight.sides:
+                side.block.state = storage
+            self._deliver(flight.sides, self._background.wait(flight.result), flight.skipped)
+
+    def _install_arrivals(self, blocks: Sequence[BlockState], group: Group, clock: Clock) -> None:
+        arrived: list[tuple[Side, Refreshed]] = []
+        for block in blocks:
+            dims = self.factored(block, group)
+            for d in dims:
+                pending = block.tensor("pending", d)
+                numbers = (pending == 1).nonzero().flatten().tolist()  # on the host, always
+                pending.sub_(1).clamp_(min=0)
+                if not numbers:
+                    continue
+                if clock.key is not None:
+                    self.settle(clock.key, block.state)
+                side = self.side(block, d, numbers, len(dims))
+                parts = {name: side.take(f"next_{name}") for name in self.refreshed_names(group)}
+                arrived.append((side, Refreshed(parts, side.take("next_failed"))))
+        for same in _of_same_blocks(arrived):
+            keep = [new.failed | side.take("next_skipped") for side, new in same]
+            self.install([side for side, _ in same], [new for _, new in same], keep, group)
+        for side, new in arrived:
+            self.note_failures(side, new.failed & ~side.take("next_skipped"), group)
+
+    def init_arrivals(self, state: dict[str, Tensor], shape: Sequence[int], group: Group) -> None:
+        """Adds the counters of failures to fresh state, and the waiting room of asynchronous refreshes."""
+        like = state["count"]
+        for index, c in enumerate(self.grid(shape[1:], group).classes):
+            lead = (shape[0], c.count)
+            for d, size in enumerate(c.sizes):
+                if not self.has_factor(size, group):
+                    continue
+                side = f"{index}.{d}"
+                state[f"failures.{side}"] = torch.zeros(lead, dtype=torch.int32, device=like.device)
+                if group["refresh"] != "async":
+                    continue
+                state[f"pending.{side}"] = torch.zeros(lead, dtype=torch.int64)  # read by the host at every step
+                for name in ("next_failed", "next_skipped"):
+                    state[f"{name}.{side}"] = torch.zeros(lead, dtype=torch.bool, device=like.device)
+                for name in self.refreshed_names(group):
+                    state[f"next_{name}.{side}"] = torch.zeros_like(state[f"{name}.{side}"])
+
+    # ------------------------------------------------------------------ failures
+
+    def note_failures(self, side: Side, failed: Tensor, group: Group, clean: bool = False) -> None:
+        """Counts sides whose refresh failed and that go on with what they had; raises when one fails too often in a row.
+
+        Args:
+            clean: the host knows that none failed; otherwise the device is read once.
+        """
+        consecutive = (side.take("failures") + 1) * failed
+        side.put("failures", consecutive)
+        number = 0 if clean else int(failed.sum())
+        if not number:
+            return
+        self.failures += number
+        worst = int(consecutive.max())
+        logger.warning(
+            "%s: %d side(s) of blocks could not be refreshed and keep their previous preconditioner (%d in a row at most, "
+            "%d in all)", self.name, number, worst, self.failures,
+        )  # fmt: skip
+        if worst > group["tolerated_failures"]:
+            raise RuntimeError(
+                f"{self.name}: a preconditioner could not be refreshed {worst} times in a row (tolerated_failures="
+                f"{group['tolerated_failures']}). Its factor is probably not finite or overflows: lower the learning rate, "
+                "clip gradients, or raise epsilon"
+            )
+
+
+def _alike(sides: Sequence[Side]) -> list[list[Side]]:
+    """Sides of one size and order, which are computed in one call."""
+    runs: dict[tuple[int, int], list[Side]] = {}
+    for side in sides:
+        runs.setdefault((side.block.sizes[side.d], side.order), []).append(side)
+    return list(runs.values())
+
+
+def _of_same_blocks(results: Sequence[tuple[Side, Refreshed]]) -> list[list[tuple[Side, Refreshed]]]:
+    """Results for several dimensions of the same blocks, which are put to use together; in order of the dimensions."""
+    runs: dict[tuple[int, tuple[int, ...]], list[tuple[Side, Refreshed]]] = {}
+    for side, new in results:
+        runs.setdefault((side.block.index, side.chosen), []).append((side, new))
+    return [sorted(run, key=lambda pair: pair[0].d) for run in runs.values()]
