@@ -42,7 +42,7 @@ STEPS = 5
 def build(kind: str, device: torch.device) -> nn.Module:
     """Odd sizes, grouped heads, a fused transposed projection."""
     torch.manual_seed(0)
-    model: nn.Module
+    model: Any
     if kind == "llama":
         model = LlamaForCausalLM(
             LlamaConfig(
@@ -52,7 +52,8 @@ def build(kind: str, device: torch.device) -> nn.Module:
         )  # fmt: skip
     else:
         model = GPT2LMHeadModel(GPT2Config(vocab_size=211, n_embd=132, n_layer=3, n_head=6, n_positions=64))
-    return model.to(device)
+    model.to(device)
+    return model
 
 
 def wrap(model: nn.Module, layout: str, device: torch.device) -> nn.Module:
@@ -65,7 +66,8 @@ def wrap(model: nn.Module, layout: str, device: torch.device) -> nn.Module:
     blocks = model.model.layers if hasattr(model, "model") else model.transformer.h  # type: ignore[union-attr]
     for block in blocks:  # type: ignore[union-attr]
         fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
 
 
 def whole(tensor: Tensor) -> Tensor:

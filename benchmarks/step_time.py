@@ -33,8 +33,9 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_emopt
+from hf_emopt.matrix_optimizer import MatrixOptimizer
 
-MODELS: dict[str, dict[str, int]] = {
+MODELS: dict[str, dict[str, Any]] = {
     "llama-1.1b": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_attention_heads": 32,
                    "num_key_value_heads": 4},
     "llama-8b-slice": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 8,
@@ -84,7 +85,7 @@ def dion_muon(model: nn.Module, options: argparse.Namespace, triton: bool = Fals
     mesh = getattr(parameters, "device_mesh", None)
     groups = [{"params": matrices}, {"params": rest, "algorithm": "adamw", "lr": 1e-3}]
     where = mesh if mesh is not None else dist.group.WORLD if dist.get_world_size() > 1 else None
-    return Muon(groups, distributed_mesh=where, lr=1e-3, use_triton=triton)  # type: ignore[no-any-return]
+    return Muon(groups, distributed_mesh=where, lr=1e-3, nesterov=True, adjust_lr="rms_norm", use_triton=triton)  # type: ignore[no-any-return]
 
 
 def ours(cls: type, **fixed: Any) -> Maker:
@@ -183,10 +184,10 @@ def measure(name: str, options: argparse.Namespace, device: torch.device) -> dic
             times["optimizer"].append(1e3 * (after - middle))
         else:
             times["step"].append(1e3 * (end - start))
-    if hasattr(optimizer, "synchronize"):
+    if isinstance(optimizer, MatrixOptimizer):
         optimizer.synchronize()
     figures: dict[str, Any] = {"optimizer_name": name, "loss": float(loss)}
-    if isinstance(optimizer, hf_emopt.Muon | hf_emopt.SOAP | hf_emopt.Shampoo | hf_emopt.NorMuon):
+    if isinstance(optimizer, MatrixOptimizer):
         count = torch.tensor([optimizer.transform_count], device=device)
         dist.all_reduce(count)
         wanted = 7 * MODELS[options.model]["num_hidden_layers"] * (options.warmup + 2 * options.steps)
@@ -253,7 +254,7 @@ def main() -> None:
     for name in options.optimizers:
         try:
             rows.append(measure(name, options, device))
-        except Exception as error:  # noqa: BLE001 - the other rows are still wanted, and the error is in the result
+        except Exception as error:  # the other rows are still wanted, and the error is in the result
             rows.append({"optimizer_name": name, "error": f"{type(error).__name__}: {error}"})
         if cuda:
             torch.cuda.empty_cache()
