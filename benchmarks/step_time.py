@@ -50,7 +50,8 @@ Maker = Callable[[nn.Module, argparse.Namespace], torch.optim.Optimizer]
 
 def split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """Matrices of hidden layers, and the rest."""
-    matrices, rest = [], []
+    matrices: list[nn.Parameter] = []
+    rest: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         hidden = parameter.ndim == 2 and "embed" not in name and "lm_head" not in name
         (matrices if hidden else rest).append(parameter)

@@ -61,7 +61,9 @@ def decide(info: ParameterInfo, special: dict[int, tuple[str, str]]) -> Decision
     if decision is None and id(info.parameter) in special:
         role, reason = special[id(info.parameter)]
         return aux(reason, role)
-    decision = decision or family_rule(info) or _no_matrix(info) or _by_owner(info)
+    if len(info.shape) > 1:  # a flattened parameter has lost what a family could say of it
+        decision = decision or family_rule(info)
+    decision = decision or _no_matrix(info) or _by_owner(info)
     if decision is None and isinstance(info.owner, nn.utils.parametrize.ParametrizationList):
         decision = aux("factor of a reparametrized weight (weight norm and the like)", "bare")
     if decision is None:
