@@ -187,7 +187,7 @@ def measure(name: str, options: argparse.Namespace, device: torch.device) -> dic
             times["step"].append(1e3 * (end - start))
     if isinstance(optimizer, MatrixOptimizer):
         optimizer.synchronize()
-    figures: dict[str, Any] = {"optimizer_name": name, "loss": float(loss)}
+    figures: dict[str, Any] = {"optimizer_name": name, "loss": float(loss.detach())}
     if isinstance(optimizer, MatrixOptimizer):
         count = torch.tensor([optimizer.transform_count], device=device)
         dist.all_reduce(count)
@@ -198,6 +198,8 @@ def measure(name: str, options: argparse.Namespace, device: torch.device) -> dic
         assert optimizer.skipped_steps == 0
         figures["transforms"] = int(count)
         figures["imbalance"] = optimizer._current_engine().plan.imbalance
+    if options.profile and optimizer is not None:
+        figures["profile"] = profile(model, optimizer, ids, options, device)
     slowest = torch.tensor([times["step"], times["optimizer"], times["forward_backward"]], device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     for key, row in zip(times, slowest.tolist()):
@@ -209,6 +211,27 @@ def measure(name: str, options: argparse.Namespace, device: torch.device) -> dic
     if device.type == "cuda":
         figures["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
     return figures
+
+
+def profile(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    ids: torch.Tensor,
+    options: argparse.Namespace,
+    device: torch.device,
+) -> str:
+    """Where one optimizer step spends its time, by kernel and by operator."""
+    with torch.autocast(device.type, torch.bfloat16, enabled=options.layout not in ("fsdp2", "hsdp")):
+        model(input_ids=ids, labels=ids).loss.backward()
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as trace:
+        optimizer.step()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+    model.zero_grad(set_to_none=True)
+    averages = trace.key_averages()
+    by_device = averages.table(sort_by="self_device_time_total", row_limit=25, max_name_column_width=60)
+    return by_device + averages.table(sort_by="self_cpu_time_total", row_limit=12, max_name_column_width=60)
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -239,6 +262,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--transport", default=None, help="transport_dtype of our optimizers")
+    parser.add_argument("--profile", action="store_true", help="add a profile of one step to the JSON")
     parser.add_argument("--json", default=None)
     options = parser.parse_args()
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
