@@ -122,8 +122,8 @@ def replica_run(rank: int, cls_name: str, dtype_name: str, options: dict[str, An
         part = batch(step)[4 * rank : 4 * rank + 4].to(model.up.weight.dtype)
         wrapped(part, side_is_on(step, rank)).float().square().sum(-1).mean().backward()
         optimizer.step()
-    state = [v for p in model.parameters() for _, v in sorted(optimizer.state[p].items())]
-    return weights(model), state, optimizer.transform_count
+    held = sum(v.numel() for p in model.parameters() for k, v in optimizer.state[p].items() if k not in ("step", "rounds"))
+    return weights(model), held, optimizer.transform_count
 
 
 @pytest.fixture(scope="module")
@@ -136,10 +136,18 @@ def replicas(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_two_replicas_end_equal(case: str, replicas: list[dict[str, Any]]) -> None:
-    """Weights and state, weight decay and stochastic rounding included."""
-    (first, state, count), (second, other_state, other_count) = (results[case] for results in replicas)
-    assert all(torch.equal(a, b) for a, b in zip([*first, *state], [*second, *other_state], strict=True))
-    assert count == other_count == 3 + 2 + 3
+    """Weights, weight decay and stochastic rounding included; work and state are shared, none is there twice."""
+    (first, held, count), (second, other_held, other_count) = (results[case] for results in replicas)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert count + other_count == 3 + 2 + 3
+    model = net()
+    cls_name, dtype_name, options = CASES[case]
+    alone = getattr(hf_emopt, cls_name)(model.to(getattr(torch, dtype_name)), **options)
+    model(batch(0).to(model.up.weight.dtype), True).float().square().sum().backward()
+    alone.step()
+    assert held + other_held == sum(
+        v.numel() for p in model.parameters() for k, v in alone.state[p].items() if k not in ("step", "rounds")
+    )
     start = weights(net().to(first[0].dtype))
     assert all(not torch.equal(a, b) for a, b in zip(first[:2], start[:2], strict=True))
 
