@@ -5,7 +5,7 @@ polynomial ``Q`` of it that ``X`` will be multiplied by, both ``m x m``, and tou
 
 .. code-block:: text
 
-    Z = b R + c R R;   Q <- Q Z + a Q;   T = R Z + a R;   R <- Z T + a T;      X <- Q X  at the end
+    P = a I + b R + c R R;   Q <- Q P;   R <- P R P;      X <- Q X  at the end
 
 Rounding gives ``R`` small negative eigenvalues, which grow by ``a^2`` a step. A *restart* multiplies ``Q`` into ``X`` and forms
 ``R`` anew; :func:`find_restart_steps` places as few as keep the result accurate.
@@ -24,8 +24,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hf_emopt.linalg import cuda_graphs
 from hf_emopt.linalg.coefficients import Triple
-from hf_emopt.linalg.symmetric import Backend, _is_plain, _symmul_into, normalize_cast
+from hf_emopt.linalg.symmetric import Backend, _is_plain, _symmul_into, kernels_pay, normalize_cast
 
 __all__ = ["ERROR_LIMIT", "find_restart_steps", "gram_flops", "gram_iterate", "iterate", "standard_iterate"]
 
@@ -100,32 +101,13 @@ def gram_flops(m: int, n: int, steps: int, restarts: int) -> int:
     return segments * 3 * short * short * long + square * short**3
 
 
-class _Products:
-    """Products into new buffers on one backend; buffers come from torch's caching allocator."""
-
-    def __init__(self, backend: Backend) -> None:
-        self.backend = backend
-
-    def symmetric(
-        self, a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float, diagonal: float = 0.0
-    ) -> Tensor:
-        out = a.new_empty((*a.shape[:-1], a.shape[-2]))
-        _symmul_into(a, b, c, out, alpha, beta, diagonal, self.backend)
-        return out
-
-    def with_and_without_diagonal(
-        self, a: Tensor, alpha: float, beta: float, diagonal: float
-    ) -> tuple[Tensor, Tensor]:
-        """``alpha A A + beta A``, and the same with a diagonal added before rounding."""
-        z, q = torch.empty_like(a), torch.empty_like(a)
-        if alpha == 0.0:
-            value = a.float() * beta if a.dtype in (torch.float16, torch.bfloat16) else a * beta
-            z.copy_(value)
-            value.diagonal(dim1=-2, dim2=-1).add_(diagonal)
-            q.copy_(value)
-        else:
-            _symmul_into(a, a, a, z, alpha, beta, 0.0, self.backend, q, diagonal)
-        return z, q
+def _product(
+    a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float, diagonal: float, backend: Backend
+) -> Tensor:
+    """``alpha A B + beta C + diagonal I`` of commuting symmetric matrices, into a new tensor."""
+    out = a.new_empty((*a.shape[:-1], a.shape[-2]))
+    _symmul_into(a, b, c, out, alpha, beta, diagonal, backend)
+    return out
 
 
 def _apply(q: Tensor, x: Tensor, tall: bool, alpha: float = 1.0) -> Tensor:
@@ -148,58 +130,63 @@ def start_factor(dtype: torch.dtype, safety_factor: float) -> float:
     return _scales(dtype)[0] / safety_factor
 
 
-def standard_iterate(x: Tensor, steps: Sequence[Triple], tall: bool, backend: Backend = "auto") -> Tensor:
-    """``A = X X^T``, ``B = b A + c A A + a I``, ``X <- B X`` for every step, two of three products symmetric.
+def standard_iterate(x: Tensor, steps: Sequence[Triple], tall: bool, backend: Backend = "auto") -> tuple[Tensor, Tensor]:
+    """The standard form up to the last product: ``B`` and ``X``, of which the result is ``B X / scale``.
+
+    The square is completed, so that no product reads a second matrix: with ``A = X X^T + b/(2c) I``,
+    ``b X X^T + c (X X^T)^2 + a I = c A A + (a - b^2/(4c)) I``. Diagonals are added in float32 before rounding. In float16 the
+    result is as accurate as with the sums written out; in bfloat16 it is not, and they are.
 
     Args:
-        x: ``(m, n)`` or ``(B, m, n)``, scaled by :func:`start_factor`. ``a I`` is added in float32 before ``B`` is rounded, so no
-            product has to read ``X`` a second time.
+        x: ``(m, n)`` or ``(B, m, n)``, scaled by :func:`start_factor`.
         tall: rows are the long side: ``X^T X``, and ``X <- X B``.
     """
-    products = _Products(backend)
-    scale = _scales(x.dtype)[0]
+    shrink = 1.0 / _scales(x.dtype)[0] ** 2
+    polynomial = x
     for number, (a, b, c) in enumerate(steps):
+        if number > 0:
+            x = _apply(polynomial, x, tall)
         rows = x.mT if tall else x
         if c == 0.0:
-            polynomial = products.symmetric(rows, rows, None, b / scale**2, 0.0, a)
+            polynomial = _product(rows, rows, None, b * shrink, 0.0, a, backend)
+        elif x.dtype == torch.bfloat16:
+            square = _product(rows, rows, None, shrink, 0.0, 0.0, backend)
+            polynomial = _product(square, square, square, c, b, a, backend)
         else:
-            square = products.symmetric(rows, rows, None, 1.0 / scale**2, 0.0)
-            polynomial = products.symmetric(square, square, square, c, b, a)
-        x = _apply(polynomial, x, tall, 1.0 / scale if number == len(steps) - 1 else 1.0)
-    return x
+            square = _product(rows, rows, None, shrink, 0.0, b / (2 * c), backend)
+            polynomial = _product(square, square, None, c, 0.0, a - b * b / (4 * c), backend)
+    return polynomial, x
 
 
 def gram_iterate(
     x: Tensor, steps: Sequence[Triple], restarts: Sequence[int], tall: bool, backend: Backend = "auto"
-) -> Tensor:
-    """The Gram form: arguments as for :func:`standard_iterate`, and the steps to restart before."""
-    products = _Products(backend)
+) -> tuple[Tensor, Tensor]:
+    """The Gram form up to the last product: ``Q`` and ``X``. Arguments as for :func:`standard_iterate`, and the steps to
+    restart before."""
     scale, gram_scale = _scales(x.dtype)
-    ends = [*restarts, len(steps)]
-    for start, end in zip([0, *restarts], ends):
+    q = x
+    for start, end in zip([0, *restarts], [*restarts, len(steps)]):
+        if start > 0:
+            x = _apply(q, x, tall)
         rows = x.mT if tall else x
-        r = products.symmetric(rows, rows, None, gram_scale / scale**2, 0.0)
-        q = _segment(products, r, steps[start:end], gram_scale)
-        x = _apply(q, x, tall, 1.0 / scale if end == len(steps) else 1.0)
-    return x
+        r = _product(rows, rows, None, gram_scale / scale**2, 0.0, 0.0, backend)
+        q = _segment(r, steps[start:end], gram_scale, backend)
+    return q, x
 
 
-def _segment(products: _Products, r: Tensor, steps: Sequence[Triple], scale: float) -> Tensor:
-    """``Q`` after ``steps`` for ``R / scale``."""
+def _segment(r: Tensor, steps: Sequence[Triple], scale: float, backend: Backend) -> Tensor:
+    """``Q`` after ``steps`` for ``R / scale``: ``P = a I + b R + c R R``, ``Q <- Q P``, ``R <- P (R P)``."""
     q: Tensor | None = None
     for number, (a, b, c) in enumerate(steps):
-        last = number == len(steps) - 1
-        if q is None:
-            z, q = products.with_and_without_diagonal(r, c / scale**2, b / scale, a)
+        if c == 0.0:
+            p = (r.float() if r.dtype == torch.float16 else r) * (b / scale)
+            p.diagonal(dim1=-2, dim2=-1).add_(a)
+            p = p.to(r.dtype)
         else:
-            if c == 0.0:
-                z = r * (b / scale)
-            else:
-                z = products.symmetric(r, r, r, c / scale**2, b / scale)
-            q = products.symmetric(q, z, q, 1.0, a)
-        if not last:
-            t = products.symmetric(r, z, r, 1.0, a)
-            r = products.symmetric(z, t, t, 1.0, a)
+            p = _product(r, r, r, c / scale**2, b / scale, a, backend)
+        q = p if q is None else _product(q, p, None, 1.0, 0.0, 0.0, backend)
+        if number < len(steps) - 1:
+            r = _product(p, _product(r, p, None, 1.0, 0.0, 0.0, backend), None, 1.0, 0.0, 0.0, backend)
     assert q is not None
     return q
 
@@ -235,10 +222,47 @@ def _iterate(
 ) -> Tensor:
     steps = [(a, b, c) for a, b, c in zip(coefficients[::3], coefficients[1::3], coefficients[2::3])]
     tall = x.shape[-2] > x.shape[-1]
-    y = normalize_cast(x, dtype, start_factor(dtype, safety_factor), backend=backend)
-    if restarts is None:
-        return standard_iterate(y, steps, tall, backend)
-    return gram_iterate(y, steps, restarts, tall, backend)
+    factor = start_factor(dtype, safety_factor)
+
+    def work(y: Tensor) -> tuple[Tensor, Tensor]:
+        if restarts is None:
+            return standard_iterate(y, steps, tall, backend)
+        return gram_iterate(y, steps, restarts, tall, backend)
+
+    batch = x.shape[0] if x.ndim == 3 else 1
+    if restarts is not None and dtype == torch.float16 and _fits_one_program(x, batch, backend):
+        from hf_emopt.linalg.triton.small_launch import small_gram_newton_schulz
+
+        out = torch.empty(x.shape, dtype=dtype, device=x.device)
+        batched = (x, out) if x.ndim == 3 else (x[None], out[None])
+        small_gram_newton_schulz(batched[0], coefficients, restarts, safety_factor, batched[1])
+        return out
+    like = _dense(x, dtype)
+    if cuda_graphs.usable(batch, min(x.shape[-2:]), max(x.shape[-2:]), x.device):
+        places = None if restarts is None else tuple(restarts)
+        key = (tuple(x.shape), like.stride(), tuple(coefficients), places, dtype, backend, kernels_pay(x.device))
+        polynomial, y = cuda_graphs.recorded(
+            key, like, x.device, lambda out: normalize_cast(x, dtype, factor, out=out, backend=backend), work
+        )
+    else:
+        polynomial, y = work(normalize_cast(x, dtype, factor, backend=backend))
+    return _apply(polynomial, y, tall, 1.0 / _scales(dtype)[0])
+
+
+# Fewer matrices leave most of a device idle when each has one program.
+_SMALL_BATCH = 16
+
+
+def _fits_one_program(x: Tensor, batch: int, backend: Backend) -> bool:
+    small = min(x.shape[-2:]) <= 128 and batch >= _SMALL_BATCH and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    return small and backend != "torch" and kernels_pay(x.device)
+
+
+def _dense(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor without memory that has the shape and strides of a normalized ``x``."""
+    if x.stride(-1) != 1 and x.mT.is_contiguous():
+        return torch.empty(x.mT.shape, dtype=dtype, device="meta").mT
+    return torch.empty(x.shape, dtype=dtype, device="meta")
 
 
 @torch.library.custom_op("hf_emopt::newton_schulz", mutates_args=())

@@ -148,9 +148,7 @@ def _check_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype
 
 
-def _check_method(
-    method: str, dtype: torch.dtype | None, normalization: str, resolved: ResolvedCoefficients
-) -> None:
+def _check_method(method: str, dtype: torch.dtype | None, normalization: str, resolved: ResolvedCoefficients) -> None:
     if method not in get_args(Method):
         raise ValueError(f"method must be one of {', '.join(get_args(Method))}, got {method!r}")
     if method != "gram":

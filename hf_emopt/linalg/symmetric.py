@@ -132,10 +132,10 @@ def _is_plain(*tensors: Tensor | None) -> bool:
     return all(x is None or type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
 
 
-def _result_dtype(
-    a: Tensor, c: Tensor | None, out_dtype: torch.dtype | None, out: Tensor | None
-) -> torch.dtype:
-    given = {x for x in (out_dtype, None if out is None else out.dtype, None if c is None else c.dtype) if x is not None}
+def _result_dtype(a: Tensor, c: Tensor | None, out_dtype: torch.dtype | None, out: Tensor | None) -> torch.dtype:
+    given = {
+        x for x in (out_dtype, None if out is None else out.dtype, None if c is None else c.dtype) if x is not None
+    }
     if len(given) > 1:
         names = ", ".join(sorted(str(x).removeprefix("torch.") for x in given))
         raise ValueError(f"c, out and out_dtype must agree on the result's dtype, got {names}")
@@ -155,7 +155,7 @@ def _check_product(a: Tensor, b: Tensor, c: Tensor | None, out: Tensor | None, d
             raise ValueError(f"{name} must have the result's shape {shape}, got {tuple(x.shape)}")
 
 
-def _pick(a: Tensor, backend: Backend) -> configs.Config | None:
+def _pick(a: Tensor, backend: Backend, with_c: bool) -> configs.Config | None:
     """The kernel's configuration, or ``None`` for torch."""
     if backend == "torch":
         return None
@@ -169,7 +169,7 @@ def _pick(a: Tensor, backend: Backend) -> configs.Config | None:
         return None
     capability = None if runtime.interpreting() else runtime.architecture(a.device)
     batch = a.shape[0] if a.ndim == 3 else 1
-    return configs.choose(capability, batch, a.shape[-2], a.shape[-1], required=backend == "triton")
+    return configs.choose(capability, batch, a.shape[-2], a.shape[-1], with_c, required=backend == "triton")
 
 
 def _symmul_into(
@@ -181,10 +181,8 @@ def _symmul_into(
     beta: float,
     diagonal: float,
     backend: Backend,
-    second: Tensor | None = None,
-    second_diagonal: float = 0.0,
 ) -> None:
-    config = _pick(a, backend)
+    config = _pick(a, backend, c is not None)
     if config is not None and out.stride(-1) == 1 and (c is None or c.stride(-1) == 1):
         from hf_emopt.linalg.triton.symmetric_launch import symmetric_product
 
@@ -196,16 +194,25 @@ def _symmul_into(
             alpha=alpha,
             beta=beta,
             diagonal=diagonal,
-            second=second,
-            second_diagonal=second_diagonal,
             config=config,
         )
+        return
+    if a.is_cuda and a.dtype in _HALF and out.dtype == a.dtype and alpha != 0.0:
+        # One general product with the same sums; only the lower triangle of it counts.
+        into = (torch.mm if a.ndim == 2 else torch.bmm) if c is None and alpha == 1.0 else None
+        if into is not None:
+            into(a, b.mT, out=out)
+        else:
+            (torch.addmm if a.ndim == 2 else torch.baddbmm)(
+                out if c is None else c, a, b.mT, beta=0.0 if c is None else beta, alpha=alpha, out=out
+            )
+        if diagonal != 0.0:
+            out.diagonal(dim1=-2, dim2=-1).add_(diagonal)
+        out.copy_(out.tril() + out.tril(-1).mT)
         return
     value = _wide_product(a, b, out.dtype).mul_(alpha)
     if c is not None:
         value.add_(c, alpha=beta)
-    if second is not None:
-        second.copy_(_mirrored(value, second_diagonal, second.dtype))
     out.copy_(_mirrored(value, diagonal, out.dtype))
 
 
@@ -230,7 +237,7 @@ def _mirrored(value: Tensor, diagonal: float, dtype: torch.dtype) -> Tensor:
 
 
 def normalize_cast(
-    x: Tensor, dtype: torch.dtype, factor: float = 1.0, *, backend: Backend = "auto"
+    x: Tensor, dtype: torch.dtype, factor: float = 1.0, *, out: Tensor | None = None, backend: Backend = "auto"
 ) -> Tensor:
     """``factor X / ||X||_F`` of each matrix in ``dtype``; zeros for a zero matrix.
 
@@ -240,26 +247,34 @@ def normalize_cast(
     Args:
         x: ``(m, n)`` or ``(B, m, n)``, float32, bfloat16 or float16 (others through torch).
         dtype: of the result, which is contiguous unless ``x`` is the transpose of a contiguous tensor.
+        out: where the result goes, with the strides that it would have.
     """
     if x.ndim not in (2, 3):
         raise ValueError(f"normalize_cast needs (m, n) or (B, m, n), got {tuple(x.shape)}")
-    if not _is_plain(x):
+    if not _is_plain(x) and out is None:
         return torch.ops.hf_emopt.normalize_cast(x, dtype, factor, backend)
-    return _normalize_cast(x, dtype, factor, backend)
+    if out is None:
+        out = torch.empty_like(x.mT, dtype=dtype).mT if _transposed(x) else x.new_empty(x.shape, dtype=dtype)
+    _normalize_cast_into(x, factor, out, backend)
+    return out
 
 
-def _normalize_cast(x: Tensor, dtype: torch.dtype, factor: float, backend: Backend) -> Tensor:
-    if x.stride(-1) != 1 and x.mT.is_contiguous():
-        return _normalize_cast(x.mT, dtype, factor, backend).mT
-    fits = x.dtype in (torch.float32, *_HALF) and dtype in (torch.float32, *_HALF) and x.numel() > 0
+def _transposed(x: Tensor) -> bool:
+    return x.stride(-1) != 1 and x.mT.is_contiguous()
+
+
+def _normalize_cast_into(x: Tensor, factor: float, out: Tensor, backend: Backend) -> None:
+    if _transposed(x):
+        x, out = x.mT, out.mT
+    fits = x.dtype in (torch.float32, *_HALF) and out.dtype in (torch.float32, *_HALF) and x.numel() > 0
     if backend == "triton" and not (fits and runtime.supported(x.device)):
         raise ValueError(f"backend='triton' cannot normalize {x.dtype} on {x.device}: use backend='auto'")
-    if backend != "torch" and fits and (backend == "triton" or kernels_pay(x.device)):
+    if backend != "torch" and fits and out.is_contiguous() and (backend == "triton" or kernels_pay(x.device)):
         from hf_emopt.linalg.triton.elementwise_launch import normalize_cast as launch
 
         source = x.contiguous()
-        batched = source if x.ndim == 3 else source[None]
-        return launch(batched, factor, torch.empty_like(batched, dtype=dtype)).view(x.shape)
+        launch(*((source, factor, out) if x.ndim == 3 else (source[None], factor, out[None])))
+        return
     wide = x if x.dtype == torch.float64 else x.float()
     peak: Tensor = torch.linalg.vector_norm(wide, ord=float("inf"), dim=(-2, -1), keepdim=True)
     # A power of two, so that dividing by it is exact.
@@ -267,7 +282,7 @@ def _normalize_cast(x: Tensor, dtype: torch.dtype, factor: float, backend: Backe
     y = wide / scale
     norm: Tensor = torch.linalg.vector_norm(y, dim=(-2, -1), keepdim=True)
     norm.masked_fill_(norm.isinf(), float("nan")).masked_fill_(norm == 0, 1.0)
-    return (y * (factor / norm)).to(dtype).contiguous()
+    out.copy_(y * (factor / norm))
 
 
 def momentum_cast(
@@ -288,7 +303,9 @@ def momentum_cast(
         ok: scalar bool on the device; ``False`` leaves ``buffer`` as it is, and ``out`` is ``buffer``.
     """
     if not grad.numel() == buffer.numel() == out.numel():
-        raise ValueError(f"grad, buffer and out must be of one size, got {grad.numel()}, {buffer.numel()}, {out.numel()}")
+        raise ValueError(
+            f"grad, buffer and out must be of one size, got {grad.numel()}, {buffer.numel()}, {out.numel()}"
+        )
     plain = all(x.is_contiguous() for x in (grad, buffer, out)) and buffer.dtype == torch.float32 and buffer.numel() > 0
     if backend != "torch" and plain and (kernels_pay(grad.device) or backend == "triton"):
         from hf_emopt.linalg.triton.elementwise_launch import momentum_cast as launch
@@ -338,11 +355,11 @@ def _(
 
 @torch.library.custom_op("hf_emopt::normalize_cast", mutates_args=())
 def _normalize_cast_op(x: Tensor, dtype: torch.dtype, factor: float, backend: str) -> Tensor:
-    return _normalize_cast(x, dtype, factor, backend)  # type: ignore[arg-type]
+    out = torch.empty_like(x.mT, dtype=dtype).mT if _transposed(x) else x.new_empty(x.shape, dtype=dtype)
+    _normalize_cast_into(x, factor, out, backend)  # type: ignore[arg-type]
+    return out
 
 
 @_normalize_cast_op.register_fake
 def _(x: Tensor, dtype: torch.dtype, factor: float, backend: str) -> Tensor:
-    if x.stride(-1) != 1 and x.mT.is_contiguous():
-        return torch.empty_like(x.mT, dtype=dtype).mT
-    return x.new_empty(x.shape, dtype=dtype)
+    return torch.empty_like(x.mT, dtype=dtype).mT if _transposed(x) else x.new_empty(x.shape, dtype=dtype)

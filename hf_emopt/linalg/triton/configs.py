@@ -42,11 +42,12 @@ class Config:
 
 @dataclass(frozen=True)
 class Entry:
-    """A measured problem and its best configuration; ``None`` where the vendor's general product was faster."""
+    """A measured problem, with or without ``+ beta C``, and its best configuration; ``None`` where the vendor's general product was faster."""
 
     batch: int
     m: int
     k: int
+    with_c: bool
     config: Config | None
 
 
@@ -79,7 +80,8 @@ _DEFAULTS = {
     90: Config(128, 128, 64, 4, 3),
     100: Config(128, 128, 64, 4, 3),
 }
-_POINTERS = Config(128, 128, 32, 8, 3, descriptors=False)
+# Where strides or addresses rule descriptors out.
+POINTERS = Config(128, 128, 32, 8, 3, descriptors=False)
 
 
 def family(architecture: int) -> int:
@@ -99,7 +101,7 @@ def _read(path: Path) -> tuple[dict[str, Any], tuple[Entry, ...]]:
         return {}, ()
     content = json.loads(path.read_text())
     entries = tuple(
-        Entry(row["batch"], row["m"], row["k"], None if row["config"] is None else Config(**row["config"]))
+        Entry(row["batch"], row["m"], row["k"], row["with_c"], None if row["config"] is None else Config(**row["config"]))
         for row in content["entries"]
     )
     return {key: value for key, value in content.items() if key != "entries"}, entries
@@ -122,7 +124,9 @@ def save_table(path: Path, entries: list[Entry], **facts: Any) -> None:
 
 
 @functools.lru_cache(maxsize=4096)
-def choose(architecture: int | None, batch: int, m: int, k: int, *, required: bool = False) -> Config | None:
+def choose(
+    architecture: int | None, batch: int, m: int, k: int, with_c: bool = False, *, required: bool = False
+) -> Config | None:
     """The configuration for ``batch`` products of ``(m, k)``, or ``None`` where the general product is the better choice.
 
     Args:
@@ -131,7 +135,7 @@ def choose(architecture: int | None, batch: int, m: int, k: int, *, required: bo
     """
     if architecture is None:
         return Config(32, 32, 32, 4, 1, descriptors=False, group=2)
-    entries = load_table(architecture)
+    entries = tuple(entry for entry in load_table(architecture) if entry.with_c == with_c)
     if required:
         entries = tuple(entry for entry in entries if entry.config is not None)
     if not entries:

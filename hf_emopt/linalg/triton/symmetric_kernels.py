@@ -47,9 +47,7 @@ def _diagonal_square(value, diagonal, dtype: tl.constexpr, SIDE: tl.constexpr):
 
 
 @triton.jit
-def _store_square_pointer(
-    value, ptr, batch, batch_stride, row_stride, row, col, M, diagonal, SIDE: tl.constexpr
-):
+def _store_square_pointer(value, ptr, batch, batch_stride, row_stride, row, col, M, diagonal, SIDE: tl.constexpr):
     i = tl.arange(0, SIDE)
     j = tl.arange(0, SIDE)
     dtype: tl.constexpr = ptr.dtype.element_ty
@@ -82,30 +80,23 @@ def _store_pointer(
 ):
     """A tile as one or two squares, each of them wholly below, on, or above the diagonal."""
     if BLOCK_M == BLOCK_N:
-        _store_square_pointer(
-            value, ptr, batch, batch_stride, row_stride, row, col, M, diagonal, BLOCK_M
-        )
+        _store_square_pointer(value, ptr, batch, batch_stride, row_stride, row, col, M, diagonal, BLOCK_M)
     elif BLOCK_M < BLOCK_N:
         left, right = value.reshape(BLOCK_M, 2, BLOCK_M).permute(0, 2, 1).split()
         _store_square_pointer(left, ptr, batch, batch_stride, row_stride, row, col, M, diagonal, BLOCK_M)
-        _store_square_pointer(
-            right, ptr, batch, batch_stride, row_stride, row, col + BLOCK_M, M, diagonal, BLOCK_M
-        )
+        _store_square_pointer(right, ptr, batch, batch_stride, row_stride, row, col + BLOCK_M, M, diagonal, BLOCK_M)
     else:
         top, bottom = value.reshape(2, BLOCK_N, BLOCK_N).permute(1, 2, 0).split()
         _store_square_pointer(top, ptr, batch, batch_stride, row_stride, row, col, M, diagonal, BLOCK_N)
-        _store_square_pointer(
-            bottom, ptr, batch, batch_stride, row_stride, row + BLOCK_N, col, M, diagonal, BLOCK_N
-        )
+        _store_square_pointer(bottom, ptr, batch, batch_stride, row_stride, row + BLOCK_N, col, M, diagonal, BLOCK_N)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles"])
 def symmetric_product_pointer_kernel(
     a_ptr,
     b_ptr,
     c_ptr,
     d_ptr,
-    e_ptr,
     tiles_ptr,
     num_tiles,
     M,
@@ -120,14 +111,10 @@ def symmetric_product_pointer_kernel(
     c_row,
     d_batch,
     d_row,
-    e_batch,
-    e_row,
     alpha,
     beta,
-    d_diagonal,
-    e_diagonal,
+    diagonal,
     HAS_C: tl.constexpr,
-    HAS_E: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -165,9 +152,7 @@ def symmetric_product_pointer_kernel(
         c_ptrs = _corner(c_ptr, batch, c_batch, row0, c_row, col0) + (i[:, None] * c_row + j[None, :])
         # What is read above the diagonal may be another program's output by now; it is not used.
         value += beta * tl.load(c_ptrs).to(tl.float32)
-    _store_pointer(value, d_ptr, batch, d_batch, d_row, row0, col0, M, d_diagonal, BLOCK_M, BLOCK_N)
-    if HAS_E:
-        _store_pointer(value, e_ptr, batch, e_batch, e_row, row0, col0, M, e_diagonal, BLOCK_M, BLOCK_N)
+    _store_pointer(value, d_ptr, batch, d_batch, d_row, row0, col0, M, diagonal, BLOCK_M, BLOCK_N)
 
 
 @triton.jit
@@ -206,22 +191,20 @@ def _store_descriptor(value, desc, batch, row, col, diagonal, BLOCK_M: tl.conste
         _store_square_descriptor(bottom, desc, batch, row + BLOCK_N, col, diagonal, BLOCK_N)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles"])
 def symmetric_product_descriptor_kernel(
     a_desc,
     b_desc,
     c_desc,
     d_desc,
-    e_desc,
     tiles_ptr,
     num_tiles,
     K,
     alpha,
     beta,
-    d_diagonal,
-    e_diagonal,
+    diagonal,
     HAS_C: tl.constexpr,
-    HAS_E: tl.constexpr,
+    SQUARE: tl.constexpr,
     TRANS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -240,11 +223,12 @@ def symmetric_product_descriptor_kernel(
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k in range(0, K, BLOCK_K):
         a = _load_block(a_desc, batch, row0, k, TRANS, BLOCK_M, BLOCK_K)
-        b = _load_block(b_desc, batch, col0, k, TRANS, BLOCK_N, BLOCK_K)
+        if SQUARE:  # B is A, and its tiles have the same shape
+            b = _load_block(a_desc, batch, col0, k, TRANS, BLOCK_N, BLOCK_K)
+        else:
+            b = _load_block(b_desc, batch, col0, k, TRANS, BLOCK_N, BLOCK_K)
         acc = _dot(a, b.T, acc, UPCAST)
     value = alpha * acc
     if HAS_C:
         value += beta * c_desc.load([batch, row0, col0]).reshape(BLOCK_M, BLOCK_N).to(tl.float32)
-    _store_descriptor(value, d_desc, batch, row0, col0, d_diagonal, BLOCK_M, BLOCK_N)
-    if HAS_E:
-        _store_descriptor(value, e_desc, batch, row0, col0, e_diagonal, BLOCK_M, BLOCK_N)
+    _store_descriptor(value, d_desc, batch, row0, col0, diagonal, BLOCK_M, BLOCK_N)

@@ -27,10 +27,11 @@ def _tiles(m: int, block_m: int, block_n: int, group: int) -> tuple[tuple[int, i
 
 
 @functools.lru_cache(maxsize=1024)
-def tile_table(m: int, block_m: int, block_n: int, group: int, device: torch.device) -> Tensor:
-    """``(tiles, 2)`` int32: row and column of every tile of an ``m x m`` matrix that touches its lower triangle, in
+def tile_table(m: int, block_m: int, block_n: int, group: int, device: torch.device) -> tuple[Tensor, int]:
+    """``(tiles, 2)`` int32, and their number: row and column of every tile of an ``m x m`` matrix that touches its lower triangle, in
     squares of ``group`` tiles so that programs that run together read the same rows."""
-    return torch.tensor(_tiles(m, block_m, block_n, group), dtype=torch.int32).to(device)
+    tiles = _tiles(m, block_m, block_n, group)
+    return torch.tensor(tiles, dtype=torch.int32).to(device), len(tiles)
 
 
 def _as_batch(x: Tensor) -> Tensor:
@@ -49,11 +50,51 @@ def _describable(x: Tensor) -> bool:
     )
 
 
-def _descriptor(x: Tensor, rows: int, cols: int) -> Any:
+class _Address:
+    """What a descriptor needs of a tensor, without keeping its memory alive."""
+
+    def __init__(self, address: int, dtype: torch.dtype) -> None:
+        self.address = address
+        self.dtype = dtype
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+@functools.lru_cache(maxsize=4096)
+def _described(
+    base: _Address | Tensor, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...]
+) -> Any:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
+    return TensorDescriptor(base, list(shape), list(strides), list(block))
+
+
+@functools.lru_cache(maxsize=4096)
+def _address(address: int, dtype: torch.dtype) -> _Address:
+    return _Address(address, dtype)
+
+
+def _descriptor(x: Tensor, rows: int, cols: int) -> Any:
     batch_stride = x.stride(0) if x.shape[0] > 1 else x.shape[1] * x.stride(1)
-    return TensorDescriptor(x, list(x.shape), [batch_stride, x.stride(1), 1], [1, rows, cols])
+    layout = (tuple(x.shape), (batch_stride, x.stride(1), 1), (1, rows, cols))
+    if interpreting():
+        return _described.__wrapped__(x, *layout)
+    return _described(_address(x.data_ptr(), x.dtype), *layout)
+
+
+# Compiled kernels by everything that Triton would specialize on. Its own look-up costs more than a small product.
+_COMPILED: dict[tuple[Any, ...], Any] = {}
+
+
+def _launch(kernel: Any, key: tuple[Any, ...], grid: int, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+    compiled = _COMPILED.get(key)
+    if compiled is None:
+        compiled = kernel[(grid,)](*arguments, **options)
+        if not interpreting():
+            _COMPILED[key] = compiled
+        return
+    compiled[(grid, 1, 1)](*arguments)
 
 
 def _fits_pointers(x: Tensor, block: int) -> bool:
@@ -69,47 +110,50 @@ def symmetric_product(
     alpha: float,
     beta: float,
     diagonal: float = 0.0,
-    second: Tensor | None = None,
-    second_diagonal: float = 0.0,
     config: Config | None = None,
     pdl: bool = False,
 ) -> Tensor:
-    """``out = alpha A B^T + beta C + diagonal I``, and ``second`` the same with its own diagonal.
+    """``out = alpha A B^T + beta C + diagonal I``.
 
     Args:
         a, b: ``(B, m, k)`` or ``(m, k)``, bfloat16 or float16, any strides; ``A B^T`` must be symmetric.
-        c, out, second: ``(B, m, m)`` or ``(m, m)``, rows contiguous; ``out`` and ``second`` of one dtype. ``c`` may be ``out``.
+        c, out: ``(B, m, m)`` or ``(m, m)``, rows contiguous. ``c`` may be ``out``.
         config: tiles; ``None`` takes them from the table.
+        pdl: let the kernel start while the one before it ends (sm_90 and later).
 
     Raises:
-        ValueError: strides so long that a tile does not fit in 32-bit offsets, which :mod:`hf_emopt.linalg.symmetric`
-            checks before it comes here.
+        ValueError: strides so long that a tile does not fit in 32-bit offsets.
     """
     a, b, out = _as_batch(a), _as_batch(b), _as_batch(out)
     c = None if c is None else _as_batch(c)
-    second = None if second is None else _as_batch(second)
     batch, m, k = a.shape
     if config is None:
-        config = configs.choose(None if interpreting() else architecture(a.device), batch, m, k, required=True)
+        config = configs.choose(None if interpreting() else architecture(a.device), batch, m, k, c is not None, required=True)
     assert config is not None
     if out.dtype == torch.float32 and config.block_m * config.block_n >= 128 * 128 and config.num_warps < 8:
         config = replace(config, num_warps=8)  # the accumulator and its mirror image, both 32 bits wide
     trans = a.stride(-1) != 1
     inputs = (a.mT, b.mT) if trans else (a, b)
-    others = tuple(x for x in (c, out, second) if x is not None)
+    others = (out,) if c is None else (c, out)
     if config.descriptors and all(_describable(x) for x in (*inputs, *others)):
-        _launch_descriptors(inputs, c, out, second, (alpha, beta, diagonal, second_diagonal), config, trans, pdl)
+        _launch_descriptors(inputs, c, out, (alpha, beta, diagonal), config, trans, pdl)
     else:
-        _launch_pointers(a, b, c, out, second, (alpha, beta, diagonal, second_diagonal), config, pdl)
+        _launch_pointers(a, b, c, out, (alpha, beta, diagonal), config, pdl)
     return out
+
+
+def _options(config: Config, pdl: bool) -> dict[str, Any]:
+    options: dict[str, Any] = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    if pdl:
+        options["launch_pdl"] = True
+    return options
 
 
 def _launch_descriptors(
     inputs: tuple[Tensor, Tensor],
     c: Tensor | None,
     out: Tensor,
-    second: Tensor | None,
-    scalars: tuple[float, float, float, float],
+    scalars: tuple[float, float, float],
     config: Config,
     trans: bool,
     pdl: bool,
@@ -121,37 +165,28 @@ def _launch_descriptors(
     k = a.shape[1] if trans else a.shape[2]
     block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
     side = min(block_m, block_n)
-    tiles = tile_table(m, block_m, block_n, config.group, out.device)
-    d = _descriptor(out, side, side)
-    a_desc = _descriptor(a, *((block_k, block_m) if trans else (block_m, block_k)))
-    same = b is a or (b.data_ptr() == a.data_ptr() and b.stride() == a.stride())
-    b_desc = (
-        a_desc
-        if same and block_m == block_n
-        else _descriptor(b, *((block_k, block_n) if trans else (block_n, block_k)))
-    )
-    kernel[(tiles.shape[0] * batch,)](
-        a_desc,
-        b_desc,
-        d if c is None else _descriptor(c, block_m, block_n),
-        d,
-        d if second is None else _descriptor(second, side, side),
+    tiles, count = tile_table(m, block_m, block_n, config.group, out.device)
+    same = block_m == block_n and b.data_ptr() == a.data_ptr() and b.stride() == a.stride()
+    arguments = (
+        _descriptor(a, *((block_k, block_m) if trans else (block_m, block_k))),
+        None if same else _descriptor(b, *((block_k, block_n) if trans else (block_n, block_k))),
+        None if c is None else _descriptor(c, block_m, block_n),
+        _descriptor(out, side, side),
         tiles,
-        tiles.shape[0],
+        count,
         k,
         *scalars,
-        HAS_C=c is not None,
-        HAS_E=second is not None,
-        TRANS=trans,
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-        UPCAST=interpreting(),
-        PDL=pdl,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        **({"launch_pdl": True} if pdl else {}),
+        c is not None,
+        same,
+        trans,
+        block_m,
+        block_n,
+        block_k,
+        interpreting(),
+        pdl,
     )
+    key = ("descriptors", config, a.dtype, out.dtype, c is None, same, trans, pdl, k % 16 == 0, k == 1, a.device)
+    _launch(kernel, key, count * batch, arguments, _options(config, pdl))
 
 
 def _launch_pointers(
@@ -159,50 +194,39 @@ def _launch_pointers(
     b: Tensor,
     c: Tensor | None,
     out: Tensor,
-    second: Tensor | None,
-    scalars: tuple[float, float, float, float],
+    scalars: tuple[float, float, float],
     config: Config,
     pdl: bool,
 ) -> None:
     from hf_emopt.linalg.triton.symmetric_kernels import symmetric_product_pointer_kernel as kernel
 
     if config.descriptors:
-        config = configs._POINTERS
+        config = configs.POINTERS
     longest = max(config.block_m, config.block_n, config.block_k)
-    if not all(_fits_pointers(x, longest) for x in (a, b, c, out, second) if x is not None):
+    if not all(_fits_pointers(x, longest) for x in (a, b, c, out) if x is not None):
         raise ValueError(f"strides of {tuple(a.stride())} are too long for a tile of {longest} rows: call .contiguous()")
     batch, m, k = a.shape
-    tiles = tile_table(m, config.block_m, config.block_n, config.group, out.device)
+    tiles, count = tile_table(m, config.block_m, config.block_n, config.group, out.device)
     c_like = out if c is None else c
-    e = out if second is None else second
-    kernel[(tiles.shape[0] * batch,)](
+    integers = (m, k, *a.stride(), *b.stride(), *c_like.stride()[:2], *out.stride()[:2])
+    arguments = (
         a,
         b,
         c_like,
         out,
-        e,
         tiles,
-        tiles.shape[0],
-        m,
-        k,
-        *a.stride(),
-        *b.stride(),
-        c_like.stride(0),
-        c_like.stride(1),
-        out.stride(0),
-        out.stride(1),
-        e.stride(0),
-        e.stride(1),
+        count,
+        *integers,
         *scalars,
-        HAS_C=c is not None,
-        HAS_E=second is not None,
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        BLOCK_K=config.block_k,
-        EVEN_K=k % config.block_k == 0,
-        UPCAST=interpreting(),
-        PDL=pdl,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        **({"launch_pdl": True} if pdl else {}),
+        c is not None,
+        config.block_m,
+        config.block_n,
+        config.block_k,
+        k % config.block_k == 0,
+        interpreting(),
+        pdl,
     )
+    special = tuple((i == 1, i % 16 == 0, i >= 2**31) for i in integers)
+    aligned = tuple(x.data_ptr() % 16 == 0 for x in (a, b, c_like, out))
+    key = ("pointers", config, a.dtype, out.dtype, c is None, pdl, k % config.block_k == 0, special, aligned, a.device)
+    _launch(kernel, key, count * batch, arguments, _options(config, pdl))

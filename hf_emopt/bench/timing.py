@@ -1,0 +1,61 @@
+"""Times of GPU work: medians, with the L2 cache cleared between calls, eager or replayed from a CUDA graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["device_facts", "graphed", "time_ms"]
+
+# Larger than any L2 cache so far.
+_CACHE_BYTES = 256 * 2**20
+
+
+def time_ms(function: Callable[[], Any], repeat_ms: float = 60.0, least: int = 5, most: int = 200) -> float:
+    """Median milliseconds of one call on the current CUDA device, by events, after two calls of warming up."""
+    function()
+    torch.cuda.synchronize()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    function()
+    end.record()
+    torch.cuda.synchronize()
+    count = int(max(least, min(most, repeat_ms / max(start.elapsed_time(end), 1e-3))))
+    cache = torch.empty(_CACHE_BYTES // 4, dtype=torch.int32, device="cuda")
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
+    for before, after in events:
+        cache.zero_()
+        before.record()
+        function()
+        after.record()
+    torch.cuda.synchronize()
+    times = sorted(before.elapsed_time(after) for before, after in events)
+    return float(times[count // 2])
+
+
+def graphed(function: Callable[[], Any]) -> Callable[[], Any]:
+    """The same work as the replay of a CUDA graph, which costs the host one launch."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            function()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    return graph.replay
+
+
+def device_facts() -> dict[str, str]:
+    """The card and the versions that a table must name."""
+    import triton
+
+    return {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "cuda": str(torch.version.cuda),
+    }
