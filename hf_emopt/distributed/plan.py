@@ -175,6 +175,8 @@ class Bucket:
             for unit_index, unit in enumerate(segment.units):
                 kind = Batch(unit.shape[1:], (), (), segment.team, *_cut(self.parameters[segment.parameter], segment))
                 alike.setdefault(kind, []).append((index, unit_index))
+        for jobs in alike.values():  # the matrices of one unit side by side, so that its state is one run
+            jobs.sort(key=lambda job: (owned[job[0]].parameter, job[1], job[0]))
         return tuple(
             replace(kind, jobs=tuple(jobs), sizes=tuple(owned[i].units[u].shape[0] for i, u in jobs))
             for kind, jobs in alike.items()
