@@ -41,7 +41,31 @@ def build_parser() -> argparse.ArgumentParser:
         description="hf-emopt launch --config_file FILE SCRIPT ...: options are those of `accelerate launch`.",
         add_help=False,
     )
+    _add_bench(commands)
     return parser
+
+
+def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    bench = commands.add_parser("bench", help="measurements on this machine")
+    kernels = bench.add_subparsers(dest="bench", required=True).add_parser(
+        "kernels",
+        help="orthogonalization on this GPU, against other implementations that are installed",
+        description="Times Newton-Schulz by this package, torch.compile, torch.optim.Muon and, where installed, "
+        "gram-newton-schulz, dion and Emerging-Optimizers. Prints a table, writes JSON and a plot.",
+    )
+    kernels.add_argument(
+        "--shapes", nargs="*", default=None, metavar="BxMxN", help="default: twelve shapes of language models"
+    )
+    kernels.add_argument(
+        "--output", default="kernels.json", help="JSON file; the plot lies beside it (default: kernels.json)"
+    )
+    kernels.add_argument("--no-plot", action="store_true", help="write no plot")
+    kernels.add_argument(
+        "--tune",
+        default=None,
+        metavar="TABLE",
+        help="instead, find the best tiles for the shapes and write them to TABLE",
+    )
 
 
 def build_optimizer(name: str, model: nn.Module, optim_args: str | None) -> MatrixOptimizer:
@@ -107,6 +131,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             return launch(arguments[1:])
         options = build_parser().parse_args(arguments)
+        if options.command == "bench":
+            from hf_emopt.bench.kernels import run
+
+            return run(options.shapes, options.output, options.tune, not options.no_plot)
         return run_plan(options)
     except (ValueError, FileNotFoundError) as error:
         print(f"hf-emopt: {error}", file=sys.stderr)
