@@ -196,7 +196,8 @@ CLM = [
     "--per_device_train_batch_size", "2", "--per_device_eval_batch_size", "2", "--max_train_blocks", "16",
     "--max_eval_blocks", "4", "--block_size", "16", "--vocab_size", "300", "--eval_strategy", "no",
     "--logging_steps", "1", "--disable_tqdm", "true",
-    "--config_overrides", "hidden_size=32,intermediate_size=48,num_hidden_layers=1,num_attention_heads=2,num_key_value_heads=2",
+    "--config_overrides",
+    "hidden_size=32,intermediate_size=48,num_hidden_layers=1,num_attention_heads=2,num_key_value_heads=2",
 ]  # fmt: skip
 
 
