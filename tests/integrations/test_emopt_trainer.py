@@ -291,9 +291,9 @@ def test_resumed_training_equals_an_uninterrupted_one(
         assert all(torch.equal(a["weights"][n], b["weights"][n]) for n in a["weights"])
     if layout == "ddp":  # a file of the whole state, so that any number of processes can go on with it
         saved = torch.load(Path(checkpoint) / "optimizer.pt", weights_only=True)
-        keys = {key for entry in saved["state"].values() for key in entry}
         assert len(saved["state"]) == len(whole[0]["weights"])
-        assert all("momentum_buffer" in entry or "exp_avg" in entry for entry in saved["state"].values()), keys
+        for entry in saved["state"].values():
+            assert {key.split(".")[0] for key in entry} & {"momentum_buffer", "exp_avg"}, entry.keys()
         if optim == "muon":
             alone = train(str(tmp_path / "alone"), "one", 1, resume=checkpoint, save_strategy="no")
             close(alone["weights"], whole[0]["weights"])
