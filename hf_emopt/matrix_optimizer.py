@@ -20,6 +20,7 @@ from hf_emopt.distributed.layout import (
     Grid,
     ProcessGroupArgument,
     Storage,
+    UnsupportedLayoutError,
     check_layout,
     local_gradient,
     local_tensor,
@@ -255,7 +256,6 @@ class MatrixOptimizer(torch.optim.Optimizer):
         identity = self._identity()
         if self._engine is None or identity != self._planned_for:
             self._engine, self._planned_for = self._make_engine(), identity
-            self._delayed.attach(self._model() if self._overlaps and self._model is not None else None)
         return self._engine
 
     def _identity(self) -> tuple[Any, ...]:
@@ -277,6 +277,12 @@ class MatrixOptimizer(torch.optim.Optimizer):
         )
         if whole is not None:
             keep_owned(engine, whole)
+        if self._overlaps and any(isinstance(p, DTensor) for g in self.param_groups for p in g["params"]):
+            raise UnsupportedLayoutError(
+                "overlap_param_gather=True puts off updates of parameters that every rank holds whole (DDP); sharded ones "
+                "are gathered by FSDP before a forward hook of ours could finish them: leave it out under FSDP2 and HSDP"
+            )
+        self._delayed.attach(self._model() if self._overlaps and self._model is not None else None)
         return engine
 
     def _grids(self) -> dict[str, Grid]:
