@@ -70,3 +70,18 @@ def test_longest_processing_time_first() -> None:
 def test_world_size_must_be_positive() -> None:
     with pytest.raises(ValueError, match="world_size=0"):
         assign_owners({}, 0)
+
+
+def test_received_elements() -> None:
+    """2P/W on shards, P(W-1)/W between replicas, both under HSDP, nothing for experts that are whole where they lie."""
+    shape, unit = (8, 12), (Unit.whole((8, 12)),)
+    numel = 8 * 12
+
+    def received(storage: Storage, count: int = 4) -> list[int]:
+        return make_plan([PlannedParameter(f"w{i}", 0, i, unit, (1,), "f32", storage) for i in range(count)]).received()
+
+    assert received(Storage.sharded(shape, 4)) == [2 * numel] * 4
+    assert received(Storage.whole(shape, 4)) == [3 * numel] * 4
+    assert received(Storage.sharded(shape, 2, 2)) == [2 * numel + numel] * 4
+    experts = Storage.sharded((4, 8, 12), 4)
+    assert make_plan([PlannedParameter("e", 0, 0, (Unit.whole((4, 8, 12)),), (4,), "f32", experts)]).received() == [0] * 4

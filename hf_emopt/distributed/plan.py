@@ -217,6 +217,25 @@ class Plan:
         """Elements of the matrices of each rank."""
         return self._by_rank(lambda segment: segment.numel)
 
+    def received(self) -> list[int]:
+        """Elements that each rank receives in a step: shards of what it owns, its shards of updates, other replicas' updates.
+
+        A rank's own part of an all-to-all is counted, as the buffers count it.
+        """
+        totals = dict.fromkeys(self.ranks, 0)
+        for bucket in self.buckets:
+            for s in bucket.segments:
+                storage = bucket.parameters[s.parameter].storage
+                travels = storage.shards > 1 and not bucket.local
+                if travels:
+                    totals[storage.rank(s.owner)] += s.numel
+                for shard, box in enumerate(storage.boxes):
+                    numel = overlap(box, s.box)
+                    for replica, row in enumerate(storage.ranks):
+                        if travels or replica != s.owner // storage.shards:
+                            totals[row[shard]] += numel
+        return list(totals.values())
+
     def _by_rank(self, amount: Callable[[Segment], int]) -> list[int]:
         totals = dict.fromkeys(self.ranks, 0)
         for bucket in self.buckets:
@@ -257,12 +276,17 @@ class Plan:
             f"total {self.cost / 1e9:.4g} GFLOP a step on {self.world_size} rank(s), imbalance {self.imbalance:.3f}"
         )
         if self.world_size > 1:
-            for rank, load, numel in zip(self.ranks, self.loads(), self.numels()):
-                lines.append(f"  rank {rank}: {load / 1e9:.4g} GFLOP, {numel:,} elements of matrices")
+            for rank, load, numel, received in zip(self.ranks, self.loads(), self.numels(), self.received()):
+                lines.append(f"  rank {rank}: {load / 1e9:.4g} GFLOP, owns {numel:,} elements, receives {received:,} a step")
             cut = sum(len(s.team) > 0 and s.owner == s.team[0] for b in self.buckets for s in b.segments)
             if cut:
                 lines.append(f"  {cut} matrices are each transformed by several ranks together")
         return "\n".join(lines)
+
+
+def overlap(a: Box, b: Box) -> int:
+    """Elements that two boxes of one tensor share."""
+    return math.prod(max(0, min(u, v) - max(s, t)) for (s, u), (t, v) in zip(a, b))
 
 
 def assign_owners(costs: dict[str, int], world_size: int) -> dict[str, int]:
