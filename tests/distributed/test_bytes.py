@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -43,16 +44,12 @@ def payload(messages: list[Traffic]) -> int:
     return sum(t.received for t in messages if not t.control)
 
 
-def expected(layout: str, size: int, numel: int) -> float:
+def expected(layout: str, size: int, numel: int) -> Fraction:
     """Elements that a rank receives when work divides evenly."""
-    if layout == "fsdp2":
-        return 2 * numel / size
-    if layout == "ddp":
-        return numel * (size - 1) / size
-    replicas = 2 if size == 4 else size
+    replicas = {"ddp": size, "fsdp2": 1, "hsdp": 2 if size == 4 else size}[layout]
     shards = size // replicas
-    to_owners_and_back = 2 * numel / size if shards > 1 else 0  # one shard has everything already
-    return to_owners_and_back + numel * (1 - 1 / replicas) / shards
+    to_owners_and_back = Fraction(2 * numel, size) if shards > 1 else 0  # one shard has everything already
+    return to_owners_and_back + Fraction(numel * (replicas - 1), replicas * shards)
 
 
 @pytest.mark.parametrize("rule", ["muon", "normuon", "soap", "shampoo", "klshampoo"])
@@ -62,6 +59,12 @@ def test_bytes_of_each_rule(two: World, layout: str, rule: str) -> None:
     for messages in two.run(traffic, layout=layout, shapes=[SIDES] * 4, rule=rule):
         assert payload(messages) == expected(layout, 2, 4 * NUMEL)
         assert {t.dtype for t in messages if not t.control} == {torch.float32}
+
+
+def test_what_is_expected() -> None:
+    assert [expected("fsdp2", size, 12) for size in (1, 2, 4)] == [0, 12, 6]
+    assert [expected("ddp", size, 12) for size in (1, 2, 3, 4)] == [0, 6, 8, 9]
+    assert expected("hsdp", 4, 12) == 6 + 3
 
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp2", "hsdp"])

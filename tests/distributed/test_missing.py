@@ -78,15 +78,15 @@ def assert_skipped(result: dict[str, Any]) -> None:
 
 
 @functools.cache
-def reference(rule: str, steps: int, odd: int, lost: tuple[str, ...]) -> dict[str, Tensor]:
-    """One process, where the odd step lacks the gradients of ``lost``, or is skipped."""
+def reference(rule: str, steps: int, odd: int, lost: tuple[str, ...] = (), skipped: bool = False) -> dict[str, Tensor]:
+    """One process, where the odd step lacks the gradients of ``lost`` and may be skipped for a bad number."""
     model = zoo()
     optimizer = build(model, rule)
     for step in range(steps):
         backward(model, step)
         if step == odd:
             drop(lost, dict(model.named_parameters()))
-            if not lost:
+            if skipped:
                 spoil("blocks.square.a.weight", math.nan, 0, dict(model.named_parameters()))
         optimizer.step()
         optimizer.zero_grad()
@@ -140,7 +140,7 @@ def test_missing_on_some_ranks(two: World, rule: str, layout: str, odd: int) -> 
     steps = steps_of(rule) + 1
     lost = [LOST[:2], (LOST[1], LOST[4])]  # c_attn is missing on both
     results = two.run(missing_somewhere, rule=rule, layout=layout, steps=steps, odd=odd, lost=lost)
-    wanted = reference(rule, steps, odd, ())
+    wanted = reference(rule, steps, odd, LOST[1:2], skipped=True)
     for result, (name,) in zip(results, [LOST[:1], LOST[4:5]]):
         assert_skipped(result)
         assert len(result["warnings"]) == 1
@@ -155,7 +155,7 @@ def test_missing_on_one_rank_of_many(worlds: Worlds, layout: str, size: int) -> 
     results = worlds[size].run(missing_somewhere, rule="normuon", layout=layout, steps=4, odd=1, lost=lost)
     for result in results:
         assert_skipped(result)
-        assert_close(result["weights"], reference("normuon", 4, 1, ()), 1e-5)
+        assert_close(result["weights"], reference("normuon", 4, 1, skipped=True), 1e-5)
 
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
@@ -164,7 +164,34 @@ def test_everything_missing_on_one_rank(two: World, layout: str) -> None:
     results = two.run(missing_somewhere, rule="muon", layout=layout, steps=4, odd=2, lost=[(), names])
     for result in results:
         assert_skipped(result)
-        assert_close(result["weights"], reference("muon", 4, 2, ()), 1e-5)
+        assert_close(result["weights"], reference("muon", 4, 2, skipped=True), 1e-5)
+
+
+def experts_without_tokens(layout: str) -> dict[str, Any]:
+    """Rank 0 alone misses the gradient of stacked experts, of which every rank has some."""
+    model = wrap(zoo(), layout)
+    optimizer = build(model, "normuon")
+    lost = ("blocks.moe.experts.gate_up_proj", "blocks.moe.experts.down_proj")
+    mine = lost if torch.distributed.get_rank() == 0 else ()
+    return one_odd_step(model, optimizer, 4, 1, functools.partial(drop, mine))
+
+
+@pytest.mark.parametrize(("layout", "size"), [("ddp", 2), ("fsdp2", 2), ("fsdp2", 4), ("hsdp", 4)])
+def test_experts_without_tokens_on_one_rank(worlds: Worlds, layout: str, size: int) -> None:
+    """Replicas stay equal whatever is decided: all skip the step, or, where no other rank needs them, only their owner."""
+    results = worlds[size].run(experts_without_tokens, layout=layout)
+    for result in results[1:]:
+        assert_close(result["weights"], results[0]["weights"], 0.0)
+    skipped = {result["skipped"] for result in results}
+    if skipped == {1}:
+        assert_close(results[0]["weights"], reference("normuon", 4, 1, skipped=True), 1e-5)
+        return
+    assert (layout, skipped) == ("fsdp2", {0})
+    others = reference("normuon", 4, 1)
+    named = {name: value for name, value in results[0]["weights"].items() if "experts" not in name}
+    assert_close(named, {name: others[name] for name in named}, 1e-5)
+    assert not any("experts" in key for key in results[0]["changed"])
+    assert any("experts" in key for key in results[1]["changed"])
 
 
 def spoil(name: str, value: float, rank: int, parameters: dict[str, nn.Parameter]) -> None:
@@ -190,7 +217,7 @@ def test_one_bad_number_on_one_rank_skips_the_step_on_all(two: World, rule: str,
         arguments = {"rule": rule, "layout": layout, "name": name, "value": value, "rank": rank, "steps": steps}
         for result in two.run(not_finite, **arguments):
             assert_skipped(result)
-            assert_close(result["weights"], reference(rule, steps, 2, ()), 1e-5)
+            assert_close(result["weights"], reference(rule, steps, 2, skipped=True), 1e-5)
 
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp2", "hsdp"])
@@ -199,7 +226,7 @@ def test_a_bad_number_among_four_ranks(worlds: Worlds, layout: str) -> None:
     arguments = {"rule": "muon", "layout": layout, "value": math.nan, "steps": 4, "rank": 0}
     for result in worlds[4].run(not_finite, name="blocks.short.rows1.weight", **arguments):
         assert_skipped(result)
-        assert_close(result["weights"], reference("muon", 4, 2, ()), 1e-5)
+        assert_close(result["weights"], reference("muon", 4, 2, skipped=True), 1e-5)
 
 
 def refresh_with_holes(layout: str, frequency: int) -> dict[str, Any]:
