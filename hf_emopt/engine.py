@@ -14,7 +14,14 @@ from torch.distributed.tensor import DTensor
 
 from hf_emopt.distributed.agreement import Agreement, Council, control_device, verify_plan, verify_replicas, warm_up
 from hf_emopt.distributed.exchange import Exchange
-from hf_emopt.distributed.layout import Grid, ProcessGroupArgument, grid_of, single_grid
+from hf_emopt.distributed.layout import (
+    Grid,
+    ProcessGroupArgument,
+    UnsupportedLayoutError,
+    grid_of,
+    open_groups,
+    single_grid,
+)
 from hf_emopt.distributed.plan import Batch, Bucket, Plan, PlannedParameter, Segment, make_plan
 from hf_emopt.distributed.slots import Matrix, assign_slots
 from hf_emopt.rules.base import Group, MatrixRule
@@ -52,6 +59,8 @@ class Engine:
         forward_order: bool = False,
     ) -> None:
         self.rule, self.groups, self.state, self.grids = rule, groups, state, grids
+        # As planned: wrappers put other parameters into groups, and state is found under those it was made for.
+        self.params = [list(group["params"]) for group in groups]
         self.transport_dtype = transport_dtype
         self.plan: Plan = make_plan(matrices, forward_order=forward_order)
         self.aux_plan: Plan = make_plan(others, forward_order=forward_order)
@@ -84,6 +93,9 @@ class Engine:
         self._prepared = True
         if self.world_size == 1:
             return
+        # In the order of parameters, so that all ranks make the same groups in the same order.
+        opened = {key: open_groups(grid) for key, grid in {id(g): g for g in self.grids.values()}.items()}
+        self.grids = {name: opened[id(grid)] for name, grid in self.grids.items()}
         self.council = Council(_council_group(list(self.grids.values())), self._shared_names())
         warm_up(list(self.grids.values()), self.council.group)
         verify_plan((self.plan.digest(), self.aux_plan.digest()), self.council.group)
@@ -102,19 +114,18 @@ class Engine:
         return [(name, p) for g in self.groups for name, p in zip(g["param_names"], g["params"])]
 
     def _shared_names(self) -> list[str]:
-        """Parameters whose gradient must be there on all ranks or on none."""
-        local = {p.name for bucket in self.plan.buckets if bucket.local for p in bucket.parameters}
+        """Parameters whose gradient must be there on all ranks or on none: all but those that need no collective."""
+        local = {p.name for b in self.plan.buckets if b.local and b.storage.replicas == 1 for p in b.parameters}
         return [n for n, _ in self._named() if self.grids[n].world_size > 1 and n not in local]
 
     def _open_teams(self) -> None:
-        for bucket in self.plan.buckets:
-            storage = bucket.storage
-            for team in sorted({s.team for s in bucket.segments if s.team}):
-                ranks = tuple(storage.rank(position) for position in team)
-                if ranks not in self._teams and dist.get_rank() in ranks:
-                    group = dist.new_group(list(ranks), use_local_synchronization=True)
-                    dist.all_reduce(torch.zeros(1, device=control_device(group)), group=group)
-                    self._teams[ranks] = group
+        """Makes the groups of all teams, on all ranks in one order; teams are planned only where all ranks take part."""
+        teams = {tuple(b.storage.rank(p) for p in s.team) for b in self.plan.buckets for s in b.segments if s.team}
+        for ranks in sorted(teams):
+            group = dist.new_group(list(ranks))
+            if dist.get_rank() in ranks:
+                dist.all_reduce(torch.zeros(1, device=control_device(group)), group=group)
+                self._teams[ranks] = group
 
     def team_reductions(
         self, bucket: Bucket, team: tuple[int, ...]
@@ -175,7 +186,7 @@ class Engine:
 
     def parameter(self, bucket: Bucket, i: int) -> Tensor:
         """The ``i``-th parameter of a bucket."""
-        return self.groups[bucket.group]["params"][bucket.parameters[i].position]  # type: ignore[no-any-return]
+        return self.params[bucket.group][bucket.parameters[i].position]  # type: ignore[no-any-return]
 
     def batches(self, index: int, bucket: Bucket) -> tuple[Batch, ...]:
         """This rank's batches of a bucket of matrices."""
@@ -368,7 +379,10 @@ def _council_group(grids: Sequence[Grid]) -> Any:
         for group in (grid.shard_group, grid.replica_group):
             if group is not None and sorted(dist.get_process_group_ranks(group)) == ranks:
                 return group
-    return dist.new_group(ranks, use_local_synchronization=True)
+    raise UnsupportedLayoutError(
+        f"no process group has all of the ranks {ranks} that share the optimizer's parameters; build the device mesh over "
+        "all ranks of the job, or use one optimizer for the parameters of each mesh"
+    )
 
 
 def _reduce(tensor: Tensor, op: Any, group: Any) -> Tensor:

@@ -177,9 +177,14 @@ def _gradient(param: Tensor) -> Tensor:
 
 
 def _within(segment: Segment, bucket: Bucket, shard: int) -> tuple[slice, ...]:
-    """A segment inside the box that its shard holds."""
-    held = bucket.parameters[segment.parameter].storage.boxes[shard]
-    return tuple(slice(a - origin, b - origin) for (a, b), (origin, _) in zip(segment.box, held))
+    """A segment in the local tensor of the shard that holds all of it."""
+    for box, place in bucket.parameters[segment.parameter].storage.held(shard):
+        if all(start <= a and b <= stop for (a, b), (start, stop) in zip(segment.box, box)):
+            return tuple(
+                slice(a - start + offset, b - start + offset)
+                for (a, b), (start, _), (offset, _) in zip(segment.box, box, place)
+            )
+    raise AssertionError(f"shard {shard} does not hold segment {segment.box}")
 
 
 def _is_plain(unit: Unit) -> bool:

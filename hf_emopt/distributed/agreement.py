@@ -26,7 +26,9 @@ def control_device(group: Any) -> torch.device:
     """Where small tensors of a group's collectives have to be."""
     if dist.get_backend(group) in ("nccl", "xccl", "hccl"):
         accelerator = torch.accelerator.current_accelerator()
-        return torch.device("cuda" if accelerator is None else accelerator.type, torch.accelerator.current_device_index())
+        return torch.device(
+            "cuda" if accelerator is None else accelerator.type, torch.accelerator.current_device_index()
+        )
     return torch.device("cpu")
 
 

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_emopt.distributed.layout import Box, Grid
+from hf_emopt.distributed.layout import Box, Grid, Storage
 from hf_emopt.distributed.plan import Bucket, Segment
 
 __all__ = ["Arrival", "Exchange"]
@@ -84,17 +84,18 @@ class Exchange:
         segments = [s for s in bucket.segments if s.parameter in chosen]
         row = {index: k for k, index in enumerate(present)}
         self.owned = [s for s in segments if s.owner == grid.position]
-        boxes = [p.storage.boxes for p in bucket.parameters]
+        storages = [p.storage for p in bucket.parameters]
         self._held = [
-            [_pieces(_owned_by(segments, q * grid.shards + s), boxes, grid.shard, row) for s in range(grid.shards)]
+            [_pieces(_owned_by(segments, q * grid.shards + s), storages, grid.shard, row) for s in range(grid.shards)]
             for q in range(grid.replicas)
         ]
         # For each shard, what it holds of this rank's segments, in the segments' coordinates.
         self._asked = [
             [
-                _Piece(k, _relative(inside, segment.box), _numel(inside))
+                _Piece(k, _relative(inside, segment.box, _zero(inside)), _numel(inside))
                 for k, segment in enumerate(self.owned)
-                if (inside := _intersection(boxes[segment.parameter][s], segment.box)) is not None
+                for box, _ in storages[segment.parameter].held(s)
+                if (inside := _intersection(box, segment.box)) is not None
             ]
             for s in range(grid.shards)
         ]
@@ -162,16 +163,14 @@ def _owned_by(segments: Sequence[Segment], position: int) -> list[Segment]:
     return [s for s in segments if s.owner == position]
 
 
-def _pieces(
-    segments: Sequence[Segment], boxes: Sequence[tuple[Box, ...]], shard: int, row: dict[int, int]
-) -> list[_Piece]:
+def _pieces(segments: Sequence[Segment], storages: Sequence[Storage], shard: int, row: dict[int, int]) -> list[_Piece]:
     """What a shard holds of some segments, in its own coordinates."""
     pieces = []
     for segment in segments:
-        held = boxes[segment.parameter][shard]
-        inside = _intersection(held, segment.box)
-        if inside is not None:
-            pieces.append(_Piece(row[segment.parameter], _relative(inside, held), _numel(inside)))
+        for box, place in storages[segment.parameter].held(shard):
+            inside = _intersection(box, segment.box)
+            if inside is not None:
+                pieces.append(_Piece(row[segment.parameter], _relative(inside, box, place), _numel(inside)))
     return pieces
 
 
@@ -180,8 +179,16 @@ def _intersection(a: Box, b: Box) -> Box | None:
     return box if all(start < stop for start, stop in box) else None
 
 
-def _relative(inside: Box, whole: Box) -> Slices:
-    return tuple(slice(start - origin, stop - origin) for (start, stop), (origin, _) in zip(inside, whole))
+def _relative(inside: Box, whole: Box, place: Box) -> Slices:
+    """A box inside another as an index into a tensor in which that other lies at ``place``."""
+    return tuple(
+        slice(start - origin + offset, stop - origin + offset)
+        for (start, stop), (origin, _), (offset, _) in zip(inside, whole, place)
+    )
+
+
+def _zero(box: Box) -> Box:
+    return tuple((0, 0) for _ in box)
 
 
 def _numel(box: Box) -> int:

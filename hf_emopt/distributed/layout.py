@@ -6,9 +6,11 @@ that each shard holds. A :class:`Grid` is what moving bytes needs: the process g
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Literal
 
 import torch
@@ -28,8 +30,11 @@ __all__ = [
     "grid_of",
     "local_gradient",
     "local_tensor",
+    "open_groups",
     "single_grid",
+    "slices",
     "storage_of",
+    "takes_all_ranks",
 ]
 
 Box = tuple[tuple[int, int], ...]
@@ -48,29 +53,31 @@ class Storage:
 
     Attributes:
         shape: of the whole parameter.
-        boxes: what each shard holds; one box that is everything where the parameter is not sharded.
+        boxes: what each shard holds, as boxes of the whole; one shard with one box that is everything where the parameter is
+            not sharded. More than one box a shard comes of a dimension that is cut twice in the order inner before outer
+            (``_StridedShard``, which tensor parallelism under FSDP2 makes).
         ranks: global rank of ``[replica][shard]``.
     """
 
     shape: tuple[int, ...]
-    boxes: tuple[Box, ...]
+    boxes: tuple[tuple[Box, ...], ...]
     ranks: tuple[tuple[int, ...], ...] = ((0,),)
 
     @classmethod
     def whole(cls, shape: Sequence[int], replicas: int = 1) -> Storage:
         """Held whole by each of ``replicas`` ranks, numbered from 0."""
-        return cls(tuple(shape), (full_box(shape),), tuple((r,) for r in range(replicas)))
+        return cls(tuple(shape), ((full_box(shape),),), tuple((r,) for r in range(replicas)))
 
     @classmethod
     def sharded(cls, shape: Sequence[int], shards: int, replicas: int = 1, dim: int = 0) -> Storage:
         """Cut along ``dim`` as FSDP2 and DTensor cut it, over ``shards`` ranks, with ``replicas`` copies of each shard."""
         ranks = tuple(tuple(r * shards + s for s in range(shards)) for r in range(replicas))
-        return cls(tuple(shape), chunk_boxes(shape, dim, shards), ranks)
+        return cls(tuple(shape), tuple((box,) for box in chunk_boxes(shape, dim, shards)), ranks)
 
     @classmethod
     def copies(cls, shape: Sequence[int], grid: Grid) -> Storage:
         """Held whole by every rank of a grid."""
-        return cls(tuple(shape), (full_box(shape),), tuple((rank,) for row in grid.ranks for rank in row))
+        return cls(tuple(shape), ((full_box(shape),),), tuple((rank,) for row in grid.ranks for rank in row))
 
     @property
     def shards(self) -> int:
@@ -83,6 +90,19 @@ class Storage:
     @property
     def world_size(self) -> int:
         return self.shards * self.replicas
+
+    def held(self, shard: int) -> tuple[tuple[Box, Box], ...]:
+        """The boxes of a shard, each in the whole's coordinates and in those of the shard's local tensor."""
+        return _placed(self.boxes[shard])
+
+    def local_part(self, whole: Tensor, shard: int) -> Tensor:
+        """What a shard holds of a whole tensor, as its local tensor."""
+        held = self.held(shard)
+        size = [max((box[d][1] for _, box in held), default=0) for d in range(len(self.shape))]
+        local = whole.new_empty(size)
+        for box, place in held:
+            local[slices(place)] = whole[slices(box)]
+        return local
 
     def rank(self, position: int) -> int:
         """Global rank of a position ``replica * shards + shard``."""
@@ -140,10 +160,35 @@ def chunk_boxes(shape: Sequence[int], dim: int, count: int) -> tuple[Box, ...]:
     return tuple(boxes)
 
 
+def slices(box: Box) -> tuple[slice, ...]:
+    """A box as an index."""
+    return tuple(slice(start, stop) for start, stop in box)
+
+
+@lru_cache(maxsize=65536)
+def _placed(boxes: tuple[Box, ...]) -> tuple[tuple[Box, Box], ...]:
+    """Boxes with their places in the tensor that is made of them by leaving out what lies between."""
+    starts: list[dict[tuple[int, int], int]] = []
+    for runs in zip(*boxes):
+        offset, known = 0, {}
+        for start, stop in sorted(set(runs)):
+            known[start, stop] = offset
+            offset += stop - start
+        starts.append(known)
+    return tuple(
+        (box, tuple((starts[d][run], starts[d][run] + run[1] - run[0]) for d, run in enumerate(box))) for box in boxes
+    )
+
+
 def single_grid() -> Grid:
     """This process alone."""
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     return Grid(((rank,),), 0, 0)
+
+
+def takes_all_ranks(grid: Grid) -> bool:
+    """Whether every rank of the job shares the grid's parameters."""
+    return grid.world_size == 1 or grid.world_size == dist.get_world_size()
 
 
 def grid_of(name: str, param: Tensor, process_group: ProcessGroupArgument = None) -> Grid:
@@ -155,7 +200,7 @@ def grid_of(name: str, param: Tensor, process_group: ProcessGroupArgument = None
         process_group: ``None`` for all ranks, ``"self"`` where each process trains a model of its own.
 
     Raises:
-        UnsupportedLayoutError: for placements other than ``Shard`` on one mesh dimension and ``Replicate`` on one.
+        UnsupportedLayoutError: for placements other than ``Shard``, ``_StridedShard`` and ``Replicate``.
     """
     if isinstance(param, DTensor):
         return _mesh_grid(name, param)
@@ -171,31 +216,67 @@ def grid_of(name: str, param: Tensor, process_group: ProcessGroupArgument = None
 def _mesh_grid(name: str, param: DTensor) -> Grid:
     mesh, placements = param.device_mesh, param.placements
     wide = [d for d in range(mesh.ndim) if mesh.size(d) > 1]
-    cut = [d for d in wide if type(placements[d]) is Shard]
+    cut = [d for d in wide if isinstance(placements[d], Shard) or _is_strided(placements[d])]
     copied = [d for d in wide if type(placements[d]) is Replicate]
-    if len(cut) + len(copied) != len(wide) or len(cut) > 1 or len(copied) > 1:
+    if len(cut) + len(copied) != len(wide):
         raise UnsupportedLayoutError(
             f"{name} is a DTensor with placements {tuple(placements)} on a mesh {tuple(mesh.shape)} "
-            f"{mesh.mesh_dim_names or ''}. This version steps what FSDP2 (Shard on one mesh dimension) and HSDP (Replicate "
-            "and Shard) make; use one of these instead of tensor or expert parallelism over several dimensions"
+            f"{mesh.mesh_dim_names or ''}; parameters that are sharded or replicated can be stepped (FSDP2, HSDP, tensor and "
+            "expert parallelism), partial sums cannot"
         )
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise UnsupportedLayoutError(f"{name} lies on a mesh that this process is no part of")
-    ranks = mesh.mesh
-    for d in reversed([d for d in range(mesh.ndim) if d not in wide]):
-        ranks = ranks.squeeze(d)
-    table = ranks.reshape(-1, 1) if not cut else ranks.reshape(1, -1) if not copied else ranks
-    if cut and copied and cut[0] < copied[0]:
-        table = table.T
-    rows = tuple(tuple(int(r) for r in row) for row in table.tolist())
+    narrow = [d for d in range(mesh.ndim) if d not in wide]
+    table = mesh.mesh.permute(*narrow, *copied, *cut).reshape(math.prod(mesh.size(d) for d in copied), -1)
+    # A group numbers its members by rank, whatever way the mesh counts them.
+    rows = tuple(sorted(tuple(sorted(int(r) for r in row)) for row in table.tolist()))
+    if any(list(column) != sorted(column) for column in zip(*rows)):
+        raise UnsupportedLayoutError(f"{name} lies on a mesh whose ranks are in an unusual order, {table.tolist()}")
+    rank = dist.get_rank()
+    ((replica, shard),) = ((r, row.index(rank)) for r, row in enumerate(rows) if rank in row)
     return Grid(
         rows,
-        coordinate[copied[0]] if copied else 0,
-        coordinate[cut[0]] if cut else 0,
-        mesh.get_group(cut[0]) if cut else None,
-        mesh.get_group(copied[0]) if copied else None,
+        replica,
+        shard,
+        mesh.get_group(cut[0]) if len(cut) == 1 else None,
+        mesh.get_group(copied[0]) if len(copied) == 1 else None,
     )
+
+
+def _is_strided(placement: Any) -> bool:
+    return type(placement).__name__ == "_StridedShard"  # private to torch, and no subclass of Shard in every version
+
+
+def open_groups(grid: Grid) -> Grid:
+    """The grid with process groups for ranks of several mesh dimensions.
+
+    All ranks make all groups in one order: a group that only its members make is found by a name that counts the groups made
+    before, and ranks that count differently would wait for ever.
+
+    Raises:
+        UnsupportedLayoutError: when the mesh has not all ranks of the job.
+    """
+    missing = (grid.shards > 1 and grid.shard_group is None, grid.replicas > 1 and grid.replica_group is None)
+    if not any(missing):
+        return grid
+    if grid.world_size != dist.get_world_size():
+        raise UnsupportedLayoutError(
+            f"parameters are cut or copied over several mesh dimensions, on {grid.world_size} of the job's "
+            f"{dist.get_world_size()} ranks; build the device mesh over all ranks"
+        )
+    if missing[0]:
+        groups = [_group_of(row) for row in grid.ranks]
+        grid = replace(grid, shard_group=groups[grid.replica])
+    if missing[1]:
+        groups = [_group_of([row[shard] for row in grid.ranks]) for shard in range(grid.shards)]
+        grid = replace(grid, replica_group=groups[grid.shard])
+    return grid
+
+
+def _group_of(ranks: Sequence[int]) -> Any:
+    everyone = tuple(ranks) == tuple(range(dist.get_world_size()))
+    return dist.group.WORLD if everyone else dist.new_group(list(ranks))
 
 
 def storage_of(param: Tensor, grid: Grid) -> Storage:
@@ -206,16 +287,61 @@ def storage_of(param: Tensor, grid: Grid) -> Storage:
     """
     shape = tuple(param.shape)
     if not isinstance(param, DTensor) or grid.shards == 1:
-        return Storage(shape, (full_box(shape),), grid.ranks)
-    (dim,) = (p.dim for d, p in enumerate(param.placements) if isinstance(p, Shard) and param.device_mesh.size(d) > 1)
-    boxes = chunk_boxes(shape, dim, grid.shards)
-    held, planned = tuple(local_tensor(param).shape), tuple(b - a for a, b in boxes[grid.shard])
-    if math.prod(held) != math.prod(planned):
+        return Storage(shape, ((full_box(shape),),), grid.ranks)
+    mesh, placements = param.device_mesh, tuple(param.placements)
+    places = {
+        int(rank): tuple(where) for rank, where in zip(mesh.mesh.flatten().tolist(), _coordinates(mesh.mesh.shape))
+    }
+    sizes = tuple(mesh.mesh.shape)
+    boxes, *others = (tuple(_boxes(shape, placements, sizes, places[rank]) for rank in row) for row in grid.ranks)
+    if any(other != boxes for other in others):
         raise UnsupportedLayoutError(
-            f"this rank holds {held} of a parameter of {shape} sharded on dimension {dim} over {grid.shards} ranks, where "
-            f"DTensor's rule gives {planned}"
+            f"the copies of a parameter of {shape} are cut over ranks {grid.ranks} in other orders"
         )
-    return Storage(shape, boxes, grid.ranks)
+    storage = Storage(shape, boxes, grid.ranks)
+    held = tuple(local_tensor(param).shape)
+    planned = sum(math.prod(b - a for a, b in box) for box in boxes[grid.shard])
+    if math.prod(held) != planned:
+        raise UnsupportedLayoutError(
+            f"this rank holds {held} of a parameter of {shape} with placements {placements} on a mesh {sizes}, where "
+            f"DTensor's rule gives {planned} elements"
+        )
+    return storage
+
+
+def _coordinates(sizes: Sequence[int]) -> itertools.product[tuple[int, ...]]:
+    return itertools.product(*(range(size) for size in sizes))
+
+
+@lru_cache(maxsize=65536)
+def _boxes(
+    shape: tuple[int, ...], placements: tuple[Any, ...], sizes: tuple[int, ...], where: tuple[int, ...]
+) -> tuple[Box, ...]:
+    """What the rank at a mesh coordinate holds: DTensor's own cutting, done to the indices of each dimension."""
+    indices = [torch.arange(size) for size in shape]
+    for mesh_dim, placement in enumerate(placements):
+        if type(placement) is Replicate or sizes[mesh_dim] == 1:
+            continue
+        dim = placement.dim % len(shape)
+        if type(placement) is Shard:
+            start, stop = chunk_boxes((len(indices[dim]),), 0, sizes[mesh_dim])[where[mesh_dim]][0]
+            indices[dim] = indices[dim][start:stop]
+        else:
+            shaped = indices[dim].view([-1 if d == dim else 1 for d in range(len(shape))])
+            pieces, _ = placement._split_tensor(shaped, sizes[mesh_dim], with_padding=False, contiguous=False)
+            indices[dim] = pieces[where[mesh_dim]].flatten()
+    return tuple(itertools.product(*(_runs(index.tolist()) for index in indices)))
+
+
+def _runs(index: list[int]) -> list[tuple[int, int]]:
+    """Consecutive numbers as ``(start, stop)``; one empty run where there are none."""
+    runs: list[tuple[int, int]] = []
+    for i in index:
+        if runs and runs[-1][1] == i:
+            runs[-1] = (runs[-1][0], i + 1)
+        else:
+            runs.append((i, i + 1))
+    return runs or [(0, 0)]
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

@@ -74,7 +74,7 @@ class PlannedParameter:
         if self.storage.shards == 1:
             return False
         rest = full_box(self.storage.shape)[1:]
-        return self.is_stack and all(box[1:] == rest for box in self.storage.boxes)
+        return self.is_stack and all(box[1:] == rest for boxes in self.storage.boxes for box in boxes)
 
 
 @dataclass(frozen=True)
@@ -229,8 +229,8 @@ class Plan:
                 travels = storage.shards > 1 and not bucket.local
                 if travels:
                     totals[storage.rank(s.owner)] += s.numel
-                for shard, box in enumerate(storage.boxes):
-                    numel = overlap(box, s.box)
+                for shard, boxes in enumerate(storage.boxes):
+                    numel = sum(overlap(box, s.box) for box in boxes)
                     for replica, row in enumerate(storage.ranks):
                         if travels or replica != s.owner // storage.shards:
                             totals[row[shard]] += numel
@@ -277,7 +277,9 @@ class Plan:
         )
         if self.world_size > 1:
             for rank, load, numel, received in zip(self.ranks, self.loads(), self.numels(), self.received()):
-                lines.append(f"  rank {rank}: {load / 1e9:.4g} GFLOP, owns {numel:,} elements, receives {received:,} a step")
+                lines.append(
+                    f"  rank {rank}: {load / 1e9:.4g} GFLOP, owns {numel:,} elements, receives {received:,} a step"
+                )
             cut = sum(len(s.team) > 0 and s.owner == s.team[0] for b in self.buckets for s in b.segments)
             if cut:
                 lines.append(f"  {cut} matrices are each transformed by several ranks together")
@@ -372,8 +374,8 @@ class _Assignment:
     def _local(self, parameter: PlannedParameter) -> list[Segment]:
         """Rows stay with their shard; its replicas share them."""
         storage, result = parameter.storage, []
-        for shard, box in enumerate(storage.boxes):
-            for start, stop in _even_cuts(*box[0], storage.replicas):
+        for shard, boxes in enumerate(storage.boxes):
+            for start, stop in (cut for box in boxes for cut in _even_cuts(*box[0], storage.replicas)):
                 cost = parameter.cost * (stop - start) // storage.shape[0]
                 replica = min(range(storage.replicas), key=lambda r: (self.loads[storage.ranks[r][shard]], r))
                 result.append(_rows(parameter, start, stop, replica * storage.shards + shard, cost))

@@ -1,0 +1,81 @@
+"""Placements that tensor parallelism makes, alone and under FSDP2: the same weights as one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from harness import World, Worlds
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+from zoo import SAMPLES, assert_close, build, coefficients, matrices, weights
+
+SHAPES = [(33, 17), (7, 40), (24, 24), (24, 24), (24, 24), (5, 9), (12, 32)]
+STEPS = 4
+
+PLACEMENTS: dict[str, tuple[tuple[int, ...], tuple[Any, ...]]] = {
+    "columns": ((2,), (Shard(1),)),
+    "rows": ((2,), (Shard(0),)),
+    "copies": ((2,), (Replicate(),)),
+    "both-sides": ((2, 2), (Shard(0), Shard(1))),
+    "rows-twice": ((2, 2), (Shard(0), Shard(0))),
+    "strided": ((2, 2), (_StridedShard(0, split_factor=2), Shard(0))),
+    "strided-columns": ((2, 2), (Shard(0), _StridedShard(1, split_factor=2))),
+    "copies-of-columns": ((2, 2), (Replicate(), Shard(1))),
+    "columns-of-copies": ((2, 2), (Shard(1), Replicate())),
+}
+
+
+def trained(rule: str, sizes: tuple[int, ...], placements: tuple[Any, ...], plain: str = "") -> dict[str, Any]:
+    """Every matrix a DTensor with these placements, except ``plain``; the gradients are given."""
+    model = matrices(SHAPES)
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("a", "b")[: len(sizes)])
+    for name, parameter in list(model.named_parameters()):
+        owner, leaf = name.rsplit(".", 1)
+        value: Tensor = parameter.detach()
+        if name != plain:
+            value = distribute_tensor(value, mesh, placements, src_data_rank=None)
+        setattr(model.get_submodule(owner), leaf, nn.Parameter(value))
+    optimizer = build(model, rule)
+    for step in range(STEPS):
+        wanted = coefficients(model, step, range(SAMPLES), 1 / 32)
+        for name, parameter in model.named_parameters():
+            grad = wanted[name]
+            # Tensor parallelism leaves some gradients whole where their parameter is cut.
+            where = placements if step % 2 else (Replicate(),) * len(sizes)
+            parameter.grad = (
+                distribute_tensor(grad, mesh, where, src_data_rank=None)
+                if isinstance(parameter, DTensor)
+                else grad.clone()
+            )
+        optimizer.step()
+    return {"weights": weights(model), "transforms": optimizer.transform_count}
+
+
+def alone(rule: str) -> dict[str, Tensor]:
+    model = matrices(SHAPES)
+    optimizer = build(model, rule)
+    for step in range(STEPS):
+        for name, parameter in model.named_parameters():
+            parameter.grad = coefficients(model, step, range(SAMPLES), 1 / 32)[name]
+        optimizer.step()
+    return weights(model)
+
+
+@pytest.mark.parametrize("rule", ["muon", "normuon", "soap-staggered", "shampoo"])
+@pytest.mark.parametrize("case", PLACEMENTS)
+def test_weights_are_those_of_one_process(worlds: Worlds, case: str, rule: str) -> None:
+    sizes, placements = PLACEMENTS[case]
+    results = worlds[2 * len(sizes)].run(trained, rule=rule, sizes=sizes, placements=placements)
+    for result in results:
+        assert_close(result["weights"], alone(rule), 1e-5)
+    assert sum(result["transforms"] for result in results) == len(SHAPES) * STEPS
+
+
+def test_a_plain_parameter_beside_cut_ones(two: World) -> None:
+    name = "blocks.only.m2.weight"
+    for result in two.run(trained, rule="muon", sizes=(2,), placements=(Shard(1),), plain=name):
+        assert_close(result["weights"], alone("muon"), 1e-5)
