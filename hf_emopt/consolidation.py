@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from hf_emopt.distributed.agreement import control_device
 from hf_emopt.distributed.layout import Storage, chunk_boxes, storage_of
@@ -24,11 +24,75 @@ from hf_emopt.rules.elementwise import init_adamw_state
 from hf_emopt.rules.masters import init_weight_state
 from hf_emopt.state import is_shaped
 
-__all__ = ["as_parameter", "gathered", "keep_owned", "sharded_unit_state", "whole_unit_state"]
+__all__ = ["as_parameter", "fresh", "gathered", "keep_owned", "materialize", "sharded_unit_state", "whole_unit_state"]
 
 State = dict[str, Any]
 
+_COUNTS = ("step", "rounds")
+
 _SPREAD_NUMEL = 2**12
+
+
+def materialize(engine: Engine) -> None:
+    """Makes all state that there is not yet, as it is before a first step, with the same keys on every rank.
+
+    ``torch.distributed.checkpoint`` asks for an entry of every trainable parameter on every rank, and takes the keys that
+    it looks for in a file from ``optimizer.state``. So what another rank owns has an empty tensor here.
+    """
+    for plan in (engine.plan, engine.aux_plan):
+        for index, bucket in enumerate(plan.buckets):
+            group = engine.groups[bucket.group]
+            for i in range(len(bucket.parameters)):
+                state = engine.state_of(bucket, i)
+                if plan is engine.plan and engine.rule.scheduled:
+                    state.setdefault("rounds", torch.zeros((), dtype=torch.int64))
+            if plan is engine.plan:
+                for b, batch in enumerate(engine.batches(index, bucket)):
+                    engine.unit_storage((index, b), bucket, batch, group)
+            if bucket.storage.world_size > 1:
+                for i in range(len(bucket.parameters)):
+                    state = engine.state_of(bucket, i)
+                    for key in _expected(engine, bucket, i):
+                        if key not in state:
+                            state[key] = torch.empty(0)
+    planned = {p.name for plan in (engine.plan, engine.aux_plan) for bucket in plan.buckets for p in bucket.parameters}
+    for group, params in zip(engine.groups, engine.params):
+        for name, param in zip(group["param_names"], params):
+            if name not in planned:
+                engine.ready_state(param, group)
+
+
+def _expected(engine: Engine, bucket: Bucket, i: int) -> State:
+    """The whole state of a parameter as the rule starts it, without memory."""
+    param, group = engine.parameter(bucket, i), engine.groups[bucket.group]
+    meta = torch.empty_like(param, device="meta")
+    return _start(engine, bucket, i, meta, torch.empty(0, dtype=param.dtype, device="meta"), group)
+
+
+def _start(engine: Engine, bucket: Bucket, i: int, like: Tensor, unit_like: Tensor, group: Group) -> State:
+    result = dict(engine.rule.init_state(like, group) if group["kind"] == "matrix" else init_adamw_state(like))
+    result |= init_weight_state(like, group["low_precision_weights"])
+    if group["kind"] == "matrix":
+        for u, unit in enumerate(bucket.parameters[i].units):
+            state = engine.rule.init_unit_state(unit.shape, group, unit_like)
+            result |= {f"{name}.{u}": value for name, value in state.items()}
+    return result
+
+
+def fresh(engine: Engine) -> dict[str, State]:
+    """Whole state as it is before a first step, on the host, of every parameter whose state lies with owners."""
+    result: dict[str, State] = {}
+    for plan in (engine.plan, engine.aux_plan):
+        for bucket in plan.buckets:
+            group = engine.groups[bucket.group]
+            for i, parameter in enumerate(bucket.parameters):
+                if engine.owned_of(bucket, i) is None:
+                    continue
+                param = engine.parameter(bucket, i).detach().cpu()
+                whole = _start(engine, bucket, i, param, torch.empty(0, dtype=param.dtype), group)
+                counts = {k: torch.zeros_like(v) for k, v in engine.state_of(bucket, i).items() if k in _COUNTS}
+                result[parameter.name] = whole | counts
+    return result
 
 
 def gathered(engine: Engine, keep: bool = True) -> dict[str, State]:
@@ -37,17 +101,16 @@ def gathered(engine: Engine, keep: bool = True) -> dict[str, State]:
     Args:
         keep: whether this rank wants it; others take part and return nothing.
     """
+    materialize(engine)
     result: dict[str, State] = {}
     for plan in (engine.plan, engine.aux_plan):
         for bucket in plan.buckets:
             for i, parameter in enumerate(bucket.parameters):
-                state = engine.state.get(engine.parameter(bucket, i), {})
-                if "step" not in state:
-                    continue
+                state = engine.state_of(bucket, i)
                 whole: State = {
                     key: value.detach().to("cpu", copy=True)
                     for key, value in state.items()
-                    if key in ("step", "rounds") or (is_shaped(key) and engine.owned_of(bucket, i) is None)
+                    if key in _COUNTS or (is_shaped(key) and engine.owned_of(bucket, i) is None)
                 }
                 if engine.owned_of(bucket, i) is not None:
                     whole |= _whole_shaped(engine, bucket, i, keep)
@@ -123,7 +186,8 @@ def _spread(whole: Tensor, like: DTensor) -> Tensor:
     """Cuts a tensor that all ranks have evenly over a parameter's shards; small ones stay whole, the same on all ranks."""
     placements, mesh = list(like.placements), like.device_mesh
     cut = [d for d, p in enumerate(placements) if isinstance(p, Shard) and mesh.size(d) > 1]
-    if not cut or whole.numel() < _SPREAD_NUMEL or whole.device.type != mesh.device_type:
+    plain = all(isinstance(p, Shard | Replicate) for p in placements)
+    if len(cut) != 1 or not plain or whole.numel() < _SPREAD_NUMEL or whole.device.type != mesh.device_type:
         return whole.clone()
     count = mesh.size(cut[0])
     dim = next((d for d, size in enumerate(whole.shape) if size >= count), whole.shape.index(max(whole.shape)))
@@ -257,4 +321,4 @@ def _cut(whole: Tensor, storage: Storage, param: DTensor) -> Tensor:
     if storage.shards > 1:
         rank = dist.get_rank()
         (shard,) = {row.index(rank) for row in storage.ranks if rank in row}
-    return whole[tuple(slice(a, b) for a, b in storage.boxes[shard])].contiguous()
+    return storage.local_part(whole, shard)

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hf_emopt.consolidation import gathered, keep_owned, sharded_unit_state
+from hf_emopt.checkpointing import consolidate, emitted, left_behind, loaded, only_initializes
+from hf_emopt.consolidation import keep_owned
 from hf_emopt.distributed.delayed import DelayedUpdates
 from hf_emopt.distributed.layout import (
     Grid,
@@ -25,6 +26,7 @@ from hf_emopt.distributed.layout import (
     local_gradient,
     local_tensor,
     storage_of,
+    takes_all_ranks,
 )
 from hf_emopt.distributed.plan import MAX_BUCKET_NUMEL, Bucket, Plan, PlannedParameter
 from hf_emopt.engine import Engine, build_grids
@@ -34,7 +36,7 @@ from hf_emopt.routing.unit import Unit
 from hf_emopt.rules.base import Group, MatrixRule
 from hf_emopt.rules.elementwise import adamw_step, validate_adamw
 from hf_emopt.rules.masters import LOW_PRECISION_WEIGHTS, needs_master
-from hf_emopt.state import STATE_VERSION, load_into, matched
+from hf_emopt.state import STATE_VERSION
 from hf_emopt.stepping import Task, pipeline, step_aux_bucket, step_bucket
 
 __all__ = ["MatrixOptimizer"]
@@ -97,6 +99,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._engine: Engine | None = None
         self._planned_for: tuple[Any, ...] = ()
         self._consolidated: dict[str, dict[str, Any]] | None = None
+        self._only_initialized = False
         self._builder = GroupBuilder(
             {
                 "matrix": {"state_version": STATE_VERSION, "rule": rule.name, **matrix_defaults},
@@ -206,6 +209,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
         engine = self._current_engine()
         engine.prepare()
         self._consolidated = None
+        self._only_initialized = only_initializes(self, engine)
+        if self._only_initialized:
+            return loss
         agreement = engine.begin(self._finite_flags())
         if agreement.ok is not None:
             ok = agreement.ok
@@ -263,7 +269,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         return tuple((id(p), p.shape, p.dtype, p.device) for g in self.param_groups for p in g["params"])
 
     def _make_engine(self) -> Engine:
-        whole = self._leave_engine()
+        whole = left_behind(self)
         grids = self._grids()
         engine = Engine(
             self.rule,
@@ -289,14 +295,6 @@ class MatrixOptimizer(torch.optim.Optimizer):
         named = [(n, p) for g in self.param_groups for n, p in zip(g["param_names"], g["params"])]
         return build_grids(named, self.process_group)
 
-    def _leave_engine(self) -> dict[str, dict[str, Any]] | None:
-        """State as the next plan may take it: of all parameters, whole, where owners had parts."""
-        if self._engine is None:
-            return None
-        self._engine.settle()
-        self._transforms += self._engine.transform_count
-        return gathered(self._engine) if self._engine.scattered else None
-
     def planned_parameters(self, grids: dict[str, Grid] | None = None) -> list[PlannedParameter]:
         """What the planner needs to know of each matrix parameter.
 
@@ -318,7 +316,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 costs = tuple(u.shape[0] * self.rule.cost(*u.shape[1:], group) for u in units)
                 storage = storage_of(param, grids[name]) if grids else Storage.whole(param.shape)
                 shard_cost = None
-                if self.rule.can_shard(group) and _is_one_matrix(units, storage.shape):
+                together = grids is None or takes_all_ranks(grids[name])  # a team's group is made by all ranks
+                if together and self.rule.can_shard(group) and _is_one_matrix(units, storage.shape):
                     shard_cost = partial(self._shard_cost, units[0].shape[1:], group)
                 tag = f"{param.dtype} {param.device}"
                 planned.append(PlannedParameter(name, group_index, position, units, costs, tag, storage, shard_cost))
@@ -379,56 +378,34 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     # ------------------------------------------------------------------ checkpoints
 
-    def consolidate_state_dict(self, to: int = 0) -> None:
+    def consolidate_state_dict(self, to: int | None = 0) -> None:
         """Collective: brings the state that lies with owners to one rank, whose :meth:`state_dict` is then whole.
 
         Good until the next step. Where nothing lies with owners (one process, FSDP2) it does nothing.
 
         Args:
-            to: global rank.
+            to: global rank; ``None`` for all, as ``torch.distributed.checkpoint`` needs it.
         """
         self.synchronize()
-        engine = self._current_engine()
-        if not engine.has_owned_state:
-            return
-        engine.prepare()
-        engine.settle()
-        whole = gathered(engine, keep=torch.distributed.get_rank() == to)
-        self._consolidated = whole
+        self._consolidated = consolidate(self, to)
 
     def state_dict(self) -> dict[str, Any]:
         """State and groups by position, as torch's; groups hold ``param_names``.
 
-        On sharded parameters a collective for rules that have state of whole matrices, whose tensors come out sharded.
+        On sharded parameters a collective for rules that have state of whole matrices, whose tensors come out sharded. On
+        ranks that :meth:`consolidate_state_dict` did not bring the state to, groups alone.
 
         Raises:
             RuntimeError: when state lies with owners and :meth:`consolidate_state_dict` was not called since the last step.
         """
         self.synchronize()
-        engine = self._engine
-        if engine is None or not engine.scattered:
-            if engine is not None:
-                engine.settle()
-            return super().state_dict()
-        engine.settle()
-        if engine.has_owned_state and self._consolidated is None:
-            raise RuntimeError(
-                "the optimizer's state lies with the owners of its matrices, on several ranks: call "
-                "optimizer.consolidate_state_dict() on all ranks first (Trainer and hf_emopt.Accelerator do), then "
-                "state_dict() on rank 0"
-            )
-        result = super().state_dict()
-        whole = sharded_unit_state(engine) if self._consolidated is None else self._consolidated
-        indices = [i for group in result["param_groups"] for i in group["params"]]
-        for index, name in zip(indices, (n for g in self.param_groups for n in g["param_names"])):
-            if name in whole:
-                result["state"][index] = {**result["state"].get(index, {}), **whole[name]}
-        return result
+        return emitted(self, super().state_dict)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a whole ``state_dict()``, of any layout; each rank keeps its part.
+        """Loads a whole ``state_dict()``, of any layout, or one of ``torch.optim.AdamW``; each rank keeps its part.
 
-        dtypes of state are kept, and hyperparameters are the checkpoint's.
+        dtypes of state are kept, and hyperparameters are the checkpoint's. From AdamW, matrices start with fresh state, the
+        auxiliary parameters keep their moments, and hyperparameters are this optimizer's.
 
         Raises:
             ValueError: when groups, names or shapes do not fit; the optimizer is then as it was.
@@ -437,17 +414,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        by_name = matched(self, state_dict)
-        if self._engine is not None:
-            self._engine.settle()
-            self._transforms += self._engine.transform_count
-        self._engine, self._consolidated = None, None
-        # Where ranks share parameters, each takes its own part of the state, and no more, to its device.
-        shared = any(grid.world_size > 1 for grid in self._grids().values())
-        load_into(self, {name: {} for name in by_name} if shared else by_name, state_dict["param_groups"])
-        if shared and any(by_name.values()):
-            self._engine, self._planned_for = self._make_engine(), self._identity()
-            keep_owned(self._engine, by_name)
+        loaded(self, state_dict)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 

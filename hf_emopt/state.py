@@ -16,10 +16,13 @@ from hf_emopt.rules.elementwise import init_adamw_state
 if TYPE_CHECKING:
     from hf_emopt.matrix_optimizer import MatrixOptimizer
 
-__all__ = ["STATE_VERSION", "is_shaped", "load_into", "matched"]
+__all__ = ["PARTIAL", "STATE_VERSION", "is_shaped", "live_names", "load_into", "matched"]
 
 STATE_VERSION = 1
 """Kept in every group as ``state_version``; grows when the meaning of a state entry changes."""
+
+PARTIAL = "consolidated_elsewhere"
+"""Set in groups that a rank emits whose state was consolidated on another one, so that it is never taken for the whole."""
 
 # Components of a name that say how a module was wrapped, not which parameter it is.
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
@@ -30,8 +33,8 @@ def is_shaped(key: str) -> bool:
     return "." not in key and key not in ("step", "rounds")
 
 
-def matched(optimizer: MatrixOptimizer, state_dict: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The checkpoint's state by live parameter name.
+def matched(optimizer: MatrixOptimizer, state_dict: dict[str, Any]) -> tuple[dict[str, dict[str, Any]], list[Group]]:
+    """The checkpoint's state by live parameter name, and its groups.
 
     Parameters are paired by name where both sides know names, by position otherwise. Names may differ in what DDP,
     ``torch.compile`` and checkpoint wrappers add to them.
@@ -43,6 +46,11 @@ def matched(optimizer: MatrixOptimizer, state_dict: dict[str, Any]) -> dict[str,
     saved_groups = state_dict["param_groups"]
     state = state_dict["state"]
     live = {name: p for g in optimizer.param_groups for name, p in zip(g["param_names"], g["params"])}
+    if any(g.get(PARTIAL) for g in saved_groups):
+        raise ValueError(
+            "this optimizer state comes from a rank other than the one that consolidate_state_dict() had brought it to, and "
+            "is empty: save state_dict() of that rank (0, unless told otherwise), or consolidate with to=None"
+        )
     newest = max((g.get("state_version", STATE_VERSION) for g in saved_groups), default=STATE_VERSION)
     if newest > STATE_VERSION:
         raise ValueError(
@@ -61,7 +69,7 @@ def matched(optimizer: MatrixOptimizer, state_dict: dict[str, Any]) -> dict[str,
         )
     by_name: dict[str, dict[str, Any]] = {}
     for saved, group in zip(saved_groups, optimizer.param_groups):
-        names = _live_names(saved.get("param_names") or group["param_names"], group["param_names"])
+        names = live_names(_saved_names(saved) or group["param_names"], group["param_names"])
         if len(saved["params"]) != len(group["params"]) or set(names) != set(group["param_names"]):
             missing = sorted(set(group["param_names"]) - set(names))[:5]
             foreign = sorted(set(names) - set(group["param_names"]))[:5]
@@ -75,7 +83,14 @@ def matched(optimizer: MatrixOptimizer, state_dict: dict[str, Any]) -> dict[str,
             _check_shapes(name, live[name], entry)
             _check_kinds(optimizer, name, live[name], entry, _merged(group, saved), positions[name])
             by_name[name] = entry
-    return by_name
+    return by_name, saved_groups
+
+
+def _saved_names(saved: Group) -> list[str] | None:
+    """Names in the order of ``params``, which torch.distributed.checkpoint makes the names themselves."""
+    if saved["params"] and all(isinstance(index, str) for index in saved["params"]):
+        return list(saved["params"])
+    return saved.get("param_names")
 
 
 def _canonical(name: str) -> str:
@@ -83,7 +98,7 @@ def _canonical(name: str) -> str:
     return ".".join(parts[1:] if parts[0] == "module" else parts)
 
 
-def _live_names(saved: list[str], live: list[str]) -> list[str]:
+def live_names(saved: list[str], live: list[str]) -> list[str]:
     """The saved names as this process spells them, where wrappers are all that they differ in."""
     spelled = {_canonical(name): name for name in live}
     if set(saved) == set(live) or len(spelled) != len(live) or {_canonical(name) for name in saved} != set(spelled):
