@@ -10,12 +10,12 @@ from typing import Any
 from accelerate.state import AcceleratorState  # type: ignore[import-untyped]
 from accelerate.utils import DistributedType  # type: ignore[import-untyped]
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 from transformers.training_args import TrainingArguments
 
 __all__ = ["optim_name", "refuse_accelerator", "refuse_deepspeed", "refuse_layouts", "refuse_unsupported"]
 
-_INSTEAD = "Use FSDP2, HSDP, DistributedDataParallel or one process"
+_INSTEAD = "Use FSDP2, HSDP, tensor parallelism, DistributedDataParallel or one process"
 
 
 def optim_name(args: TrainingArguments) -> str:
@@ -30,7 +30,7 @@ def refuse_unsupported(args: TrainingArguments, model: nn.Module | None) -> None
     (FSDP1) already flattened.
 
     Raises:
-        ValueError: for DeepSpeed, FSDP1, and for parameters laid out otherwise than by DDP, FSDP2 or HSDP.
+        ValueError: for DeepSpeed, FSDP1, and for parameters that are partial sums.
     """
     name = f"optim={optim_name(args)!r}"
     refuse_deepspeed(args)
@@ -71,36 +71,30 @@ def refuse_accelerator(accelerator: Any, name: str) -> None:
 
 
 def refuse_layouts(name: str, model: nn.Module | None) -> None:
-    """Refuses parameters sharded otherwise than along their first dimension over one dimension of the device mesh.
+    """Refuses parameters of which no rank holds elements.
 
     Args:
         name: the optimizer, for the message.
-        model: its parameters may be plain, ``Shard(0)`` (FSDP2) or ``(Replicate(), Shard(0))`` (HSDP), where mesh
-            dimensions of one rank do not count.
+        model: its parameters may be plain, or DTensors that are sharded or replicated over any dimensions of their mesh
+            (FSDP2, HSDP, and what transformers' ``DistributedConfig`` makes of ``tp_size``, ``ep_size``, ``fsdp_size``).
 
     Raises:
-        ValueError: for any other parameter that is trained, and for modules under FSDP1.
+        ValueError: for partial sums, and for modules under FSDP1.
     """
     if model is None:
         return
     if _has_fsdp1(model):
         raise ValueError(_fsdp1_message(name, "torch.distributed.fsdp.fully_shard"))
     for parameter_name, parameter in model.named_parameters():
-        if parameter.requires_grad and isinstance(parameter, DTensor) and not _is_fsdp2(parameter):
+        if (
+            parameter.requires_grad
+            and isinstance(parameter, DTensor)
+            and any(p.is_partial() for p in parameter.placements)
+        ):
             raise ValueError(
                 f"{name} does not run on parameters laid out as {parameter_name} is, {tuple(parameter.placements)} on a mesh "
-                f"{tuple(parameter.device_mesh.shape)} {parameter.device_mesh.mesh_dim_names or ''} (tensor or expert "
-                f"parallelism). {_INSTEAD}: DistributedConfig(fsdp_size=...) without tp_size and ep_size."
+                f"{tuple(parameter.device_mesh.shape)}: partial sums are no weights; redistribute the parameter first"
             )
-
-
-def _is_fsdp2(parameter: DTensor) -> bool:
-    mesh = parameter.device_mesh
-    placements = [p for d, p in enumerate(parameter.placements) if mesh.size(d) > 1]
-    # By type, since the strided shards of two-dimensional parallelism are shards too.
-    *replicated, last = placements or [Replicate()]
-    whole = type(last) is Replicate or (type(last) is Shard and last.dim == 0)
-    return whole and len(replicated) <= 1 and all(type(p) is Replicate for p in replicated)
 
 
 def _has_fsdp1(model: nn.Module | None) -> bool:
