@@ -32,6 +32,8 @@ __all__ = ["Engine"]
 
 State = dict[str, Tensor]
 
+_MAX_EXCHANGES = 1024
+
 
 class Engine:
     """The plans of one set of parameters, and what is kept between steps to carry them out.
@@ -198,6 +200,8 @@ class Engine:
         """The collectives of a bucket; ``exact`` carries the parameters' own dtype."""
         key = (id(bucket), exact, None if len(present) == len(bucket.parameters) else tuple(present))
         if key not in self._exchanges:
+            if len(self._exchanges) > _MAX_EXCHANGES:  # gradients that come and go make many subsets
+                self._exchanges.clear()
             param = self.parameter(bucket, present[0])
             dtype = param.dtype if exact else self._wire(param)
             grid = self.grid_of_bucket(bucket)

@@ -84,4 +84,6 @@ def test_received_elements() -> None:
     assert received(Storage.whole(shape, 4)) == [3 * numel] * 4
     assert received(Storage.sharded(shape, 2, 2)) == [2 * numel + numel] * 4
     experts = Storage.sharded((4, 8, 12), 4)
-    assert make_plan([PlannedParameter("e", 0, 0, (Unit.whole((4, 8, 12)),), (4,), "f32", experts)]).received() == [0] * 4
+    assert (
+        make_plan([PlannedParameter("e", 0, 0, (Unit.whole((4, 8, 12)),), (4,), "f32", experts)]).received() == [0] * 4
+    )
