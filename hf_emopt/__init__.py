@@ -1,6 +1,7 @@
 """Muon and its kin for Hugging Face Trainer and Accelerate: importing this makes ``optim="muon"`` known to transformers."""
 
 from hf_emopt._version import __version__
+from hf_emopt.checkpoint_files import CheckpointError, newest_checkpoint
 from hf_emopt.integrations.accelerate import Accelerator, EmoptPlugin
 from hf_emopt.integrations.trainer import EmoptTrainer, EmoptTrainerMixin
 from hf_emopt.integrations.transformers import register
@@ -11,6 +12,7 @@ from hf_emopt.routing.route import route_parameters
 __all__ = [
     "SOAP",
     "Accelerator",
+    "CheckpointError",
     "EmoptPlugin",
     "EmoptTrainer",
     "EmoptTrainerMixin",
@@ -19,6 +21,7 @@ __all__ = [
     "NorMuon",
     "Shampoo",
     "__version__",
+    "newest_checkpoint",
     "newton_schulz",
     "route_parameters",
 ]

@@ -46,6 +46,14 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    inspect = commands.add_parser(
+        "inspect",
+        help="what is in a checkpoint: rules, steps, dtypes and bytes of each parameter",
+        description="Describes the optimizer's state in a Trainer or Accelerate checkpoint, in a file such as optimizer.pt, "
+        "or in a folder of torch.distributed.checkpoint. Runs no code from it and reads no tensors.",
+    )
+    inspect.add_argument("checkpoint", help="a folder or a file")
+    inspect.add_argument("--json", action="store_true", help="print JSON")
     bench = commands.add_parser("bench", help="measurements on this machine")
     kernels = bench.add_subparsers(dest="bench", required=True).add_parser(
         "kernels",
@@ -135,6 +143,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from hf_emopt.bench.kernels import run
 
             return run(options.shapes, options.output, options.tune, not options.no_plot)
+        if options.command == "inspect":
+            from hf_emopt.inspection import inspect_checkpoint
+
+            report = inspect_checkpoint(options.checkpoint)
+            print(json.dumps(report.to_dict()) if options.json else report)
+            return 0
         return run_plan(options)
     except (ValueError, FileNotFoundError) as error:
         print(f"hf-emopt: {error}", file=sys.stderr)

@@ -67,6 +67,7 @@ def matched(optimizer: MatrixOptimizer, state_dict: dict[str, Any]) -> tuple[dic
             f"the optimizer state has {len(saved_groups)} parameter groups, this optimizer {len(optimizer.param_groups)} "
             f"({', '.join(g['name'] for g in optimizer.param_groups)}); were layers frozen or routed differently?"
         )
+    saved_groups = _in_live_order(saved_groups, optimizer.param_groups)
     by_name: dict[str, dict[str, Any]] = {}
     for saved, group in zip(saved_groups, optimizer.param_groups):
         names = live_names(_saved_names(saved) or group["param_names"], group["param_names"])
@@ -84,6 +85,15 @@ def matched(optimizer: MatrixOptimizer, state_dict: dict[str, Any]) -> tuple[dic
             _check_kinds(optimizer, name, live[name], entry, _merged(group, saved), positions[name])
             by_name[name] = entry
     return by_name, saved_groups
+
+
+def _in_live_order(saved: list[Group], live: list[Group]) -> list[Group]:
+    """The saved groups as the live ones follow each other, where their names say which is which."""
+    order = []
+    for group in live:
+        wanted = {_canonical(name) for name in group["param_names"]}
+        order += [g for g in saved if {_canonical(name) for name in _saved_names(g) or ()} == wanted]
+    return order if len(order) == len(saved) else saved
 
 
 def _saved_names(saved: Group) -> list[str] | None:

@@ -235,13 +235,13 @@ def test_state_of_another_optimizer_is_refused(saver: Any, loader: Any) -> None:
     assert not any(other.state.values())
 
 
-def test_state_of_adamw_is_refused() -> None:
+def test_state_of_adamw_is_refused_where_nothing_names_it() -> None:
     model = net()
     params = [p for p in model.parameters() if p.ndim == 2]
     adamw = torch.optim.AdamW(params)
     backward(model)
     adamw.step()
-    with pytest.raises(ValueError, match=r"holds exp_avg, exp_avg_sq, step and has no momentum_buffer"):
+    with pytest.raises(ValueError, match=r"cannot be told whose moments"):
         hf_emopt.Muon(params).load_state_dict(adamw.state_dict())
 
 

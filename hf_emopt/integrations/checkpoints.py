@@ -5,18 +5,38 @@ still be on their way when ``step()`` returns; and under DistributedDataParallel
 matrices only, while ``Trainer`` asks rank 0 alone for the state. So a ``Trainer`` finishes the first
 (``optimizer.synchronize()``) before it saves or evaluates, and gathers the second
 (``optimizer.consolidate_state_dict()``, a collective of all ranks) before it saves the optimizer.
+
+And a checkpoint may come from elsewhere: ``Trainer`` looks for the one file that its own layout would have written. So
+state is read here, in whatever form it is there, and AdamW's is recognized; and ``resume_from_checkpoint=True`` passes over
+checkpoints that died while they were saved.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from transformers import trainer
+from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging
 
-from hf_emopt.integrations.registry import unwrap_optimizer
+from hf_emopt.checkpoint_files import (
+    CheckpointError,
+    find_optimizer_state,
+    newest_checkpoint,
+    read_distributed,
+    read_file,
+    read_optimizer_state,
+)
+from hf_emopt.from_adamw import is_adamw
+from hf_emopt.integrations.refusals import optim_name
+from hf_emopt.integrations.registry import OPTIMIZERS, PREFIX, unwrap_optimizer
 
 __all__ = ["MARK", "attach_checkpoint_hooks", "consolidate", "hook_trainer", "synchronize"]
 
@@ -55,6 +75,138 @@ def hook_trainer() -> None:
                 )
                 continue
             setattr(trainer.Trainer, name, _preceded(getattr(original, MARK, original), action))
+
+    replaced = {"_load_optimizer_and_scheduler": _loading, "_load_from_checkpoint": _loading_model, "train": _resuming}
+    for name, replace in replaced.items():
+        original = getattr(trainer.Trainer, name, None)
+        if original is not None:
+            setattr(trainer.Trainer, name, replace(getattr(original, MARK, original)))
+
+
+def _loading(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``Trainer._load_optimizer_and_scheduler`` for state of any layout, and of AdamW."""
+
+    @functools.wraps(original)
+    def method(self: trainer.Trainer, checkpoint: str | None) -> None:
+        ours = unwrap_optimizer(self.optimizer)
+        if ours is None or checkpoint is None:
+            original(self, checkpoint)
+            return
+        found, state, error = find_optimizer_state(checkpoint), None, None
+        if found is not None:
+            try:
+                # Of a folder of shards, what is in it first: it may be that each rank can read its own part.
+                state = read_optimizer_state(found, only_description=True)
+            except CheckpointError as caught:
+                error = str(caught)
+        foreign = state is not None and is_adamw(state)
+        own = self.is_fsdp_enabled and state is not None and not foreign and _by_fsdp(found, state)
+        views = _everyone((error, own, found is None))
+        error = next((e for e, _, _ in views if e is not None), None)
+        if error is not None:  # of any rank, on all of them: where one stops, the others must not wait for it
+            raise CheckpointError(error)
+        if any(own for _, own, _ in views) or all(absent for _, _, absent in views):
+            original(self, checkpoint)  # what this layout writes: no rank reads more than its part
+            return
+        absent = [rank for rank, (_, _, absent) in enumerate(views) if absent]
+        if absent or state is None or found is None:
+            raise CheckpointError(
+                f"ranks {absent} do not see the optimizer's state in {checkpoint}: put it where all do"
+            )
+        state = read_optimizer_state(found) if found.is_dir() else state
+        ours.load_state_dict(_named(self, state) if foreign else state)
+        _load_schedule(self, ours, checkpoint, foreign)
+
+    setattr(method, MARK, original)
+    return method
+
+
+def _by_fsdp(found: Path | None, state: dict[str, Any]) -> bool:
+    """Whether state was written by FSDP: by name, in the files that Accelerate looks for under FSDP."""
+    by_name = all(isinstance(index, str) for group in state["param_groups"] for index in group["params"])
+    return found is not None and found.name in ("optimizer.bin", "optimizer_0") and by_name
+
+
+def _everyone(value: Any) -> list[Any]:
+    """The value of each rank."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _is_ours(self: trainer.Trainer) -> bool:
+    return unwrap_optimizer(self.optimizer) is not None or optim_name(self.args).removeprefix(PREFIX) in OPTIMIZERS
+
+
+def _loading_model(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``Trainer._load_from_checkpoint`` for weights that FSDP saved where there is none, and the other way round."""
+
+    @functools.wraps(original)
+    def method(self: trainer.Trainer, resume_from_checkpoint: str, model: Any = None) -> None:
+        folder = Path(resume_from_checkpoint)
+        file, shards = folder / "pytorch_model_fsdp.bin", folder / "pytorch_model_fsdp_0"
+        by_fsdp = file.is_file() or shards.is_dir()
+        plain = folder / "model.safetensors"
+        target: Any = self.model if model is None else model
+        if not _is_ours(self) or by_fsdp == self.is_fsdp_enabled or not (by_fsdp or plain.is_file()):
+            original(self, resume_from_checkpoint, model)
+        elif by_fsdp:
+            state = read_file(file) if file.is_file() else read_distributed(shards)
+            target.load_state_dict(state.get("model", state), strict=not getattr(target, "_tied_weights_keys", None))
+        else:
+            weights: dict[str, Any] = load_file(plain, device="cpu")
+            set_model_state_dict(target, weights, options=StateDictOptions(full_state_dict=True, strict=False))
+
+    setattr(method, MARK, original)
+    return method
+
+
+def _named(self: trainer.Trainer, state: dict[str, Any]) -> dict[str, Any]:
+    """State of AdamW with the names that ``Trainer`` gave it: its groups are those with and without decay."""
+    groups = state["param_groups"]
+    model: Any = self.model
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    chosen = set(self.get_decay_parameter_names(model))
+    names = [[n for n in trained if n in chosen], [n for n in trained if n not in chosen]]
+    if any("param_names" in g for g in groups) or [len(g["params"]) for g in groups] != [len(n) for n in names]:
+        return state
+    if any(isinstance(index, str) for g in groups for index in g["params"]):
+        return state
+    return {**state, "param_groups": [{**g, "param_names": n} for g, n in zip(groups, names)]}
+
+
+def _load_schedule(self: trainer.Trainer, ours: Any, checkpoint: str, foreign: bool) -> None:
+    file = Path(checkpoint) / "scheduler.pt"
+    scheduler: Any = self.lr_scheduler
+    if not file.is_file():
+        return
+    saved = torch.load(file, weights_only=True)
+    if foreign:  # it has learning rates of AdamW's groups
+        rates = [group["lr"] for group in ours.param_groups]
+        kept = {key: value for key, value in saved.items() if not isinstance(value, (list, tuple))}
+        saved = {**scheduler.state_dict(), **kept, "_last_lr": rates}
+    scheduler.load_state_dict(saved)
+
+
+def _resuming(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``Trainer.train``: the newest checkpoint is the newest that is whole."""
+
+    @functools.wraps(original)
+    def method(
+        self: trainer.Trainer, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        if resume_from_checkpoint is True and _is_ours(self):
+            output_dir: Any = self.args.output_dir
+            newest, whole = get_last_checkpoint(output_dir), newest_checkpoint(output_dir)
+            if whole is not None and newest is not None and Path(newest) != whole:
+                logger.warning(f"{newest} was not saved to its end; training goes on from {whole}.")
+                resume_from_checkpoint = str(whole)
+        return original(self, resume_from_checkpoint, *args, **kwargs)
+
+    setattr(method, MARK, original)
+    return method
 
 
 def _preceded(original: Callable[..., Any], action: Callable[[Any], None]) -> Callable[..., Any]:
