@@ -122,7 +122,9 @@ def replica_run(rank: int, cls_name: str, dtype_name: str, options: dict[str, An
         part = batch(step)[4 * rank : 4 * rank + 4].to(model.up.weight.dtype)
         wrapped(part, side_is_on(step, rank)).float().square().sum(-1).mean().backward()
         optimizer.step()
-    held = sum(v.numel() for p in model.parameters() for k, v in optimizer.state[p].items() if k not in ("step", "rounds"))
+    held = sum(
+        v.numel() for p in model.parameters() for k, v in optimizer.state[p].items() if k not in ("step", "rounds")
+    )
     return weights(model), held, optimizer.transform_count
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from harness import World, Worlds
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
