@@ -6,6 +6,7 @@ coefficients in float64 before it is timed.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import math
@@ -128,7 +129,7 @@ def installed_peers() -> list[str]:
 
 
 def bound_ms(shape: Shape) -> float:
-    """The smaller of the standard and the Gram form (one restart) at the rate cuBLAS reaches on each product of this very shape,
+    """The smaller of the standard and the Gram form (one restart) at the rate cuBLAS reaches on each product of this shape,
     symmetric products counted at half."""
     batch, m, n = shape
     x = torch.randn(batch, m, n, device="cuda", dtype=torch.bfloat16)
@@ -198,23 +199,19 @@ def _graph_row(x: Tensor, repeat_ms: float) -> dict[str, Any]:
 def tune(
     shapes: Sequence[Shape], *, repeat_ms: float = 15.0, candidates: Sequence[Config] | None = None
 ) -> list[Entry]:
-    """The best configuration for the products of every shape: ``X X^T`` and the square ``A A + A``.
-
-    A problem whose best kernel is slower than the general product gets ``None``, which sends it there.
-    """
+    """The best configuration for the products of every shape: ``X X^T``, the square ``A A``, and ``A A + A``."""
     architecture = runtime.architecture(torch.device("cuda", torch.cuda.current_device()))
     if architecture is None or not runtime.supported(torch.device("cuda")):
         raise RuntimeError("tuning needs an NVIDIA GPU of capability 8.0 or higher, and Triton 3.4 or later")
     tried = configs.CANDIDATES[configs.family(architecture)] if candidates is None else tuple(candidates)
-    problems = sorted(
-        {(b, m, k, k != m) for b, m, n in shapes for k in (n, m)} | {(b, m, m, False) for b, m, n in shapes}
-    )
+    problems = sorted({(b, m, k, c) for b, m, n in shapes for k, c in ((n, False), (m, False), (m, True))})
     entries = []
-    for batch, m, k, is_gram in problems:
-        times = measure_product(batch, m, k, tried, with_c=not is_gram, repeat_ms=repeat_ms)
+    for batch, m, k, with_c in problems:
+        times = measure_product(batch, m, k, tried, with_c=with_c, repeat_ms=repeat_ms)
         general = times.pop(None)
         config, best = min(times.items(), key=lambda item: item[1])
-        entries.append(Entry(batch, m, k, config if best < general else None))
+        assert config is not None
+        entries.append(Entry(batch, m, k, with_c, config, best, general))
         print(f"{batch} x {m} x {k}: {best:.4f} ms, general product {general:.4f} ms, {config}", flush=True)
     return entries
 
@@ -226,18 +223,23 @@ def measure_product(
     from hf_emopt.linalg.triton.symmetric_launch import symmetric_product
 
     a = torch.randn(batch, m, k, device="cuda", dtype=torch.float16)
-    c = a.new_zeros(batch, m, m) if with_c else None
     out = a.new_empty(batch, m, m)
+    c = torch.zeros_like(out) if with_c else None
+    short = 2 * batch * m * m * k < 1.5e11
+
+    def time(function: Callable[[], Any]) -> float:
+        # What takes less time than its launch is timed as a graph of eight.
+        if not short:
+            return time_ms(function, repeat_ms)
+        return time_ms(graphed(lambda: [function() for _ in range(8)]), repeat_ms) / 8
+
     times: dict[Config | None, float] = {}
-    if with_c:
-        times[None] = time_ms(lambda: torch.baddbmm(c, a, a.mT, out=out), repeat_ms)
+    if c is not None:
+        times[None] = time(lambda: torch.baddbmm(c, a, a.mT, out=out))
     else:
-        times[None] = time_ms(lambda: torch.bmm(a, a.mT, out=out), repeat_ms)
+        times[None] = time(lambda: torch.bmm(a, a.mT, out=out))
     for config in candidates:
-        times[config] = time_ms(
-            lambda config=config: symmetric_product(a, a, c, out, alpha=1.0, beta=1.0, config=config),  # type: ignore[misc]
-            repeat_ms,
-        )
+        times[config] = time(functools.partial(symmetric_product, a, a, c, out, alpha=1.0, beta=1.0, config=config))
     return times
 
 

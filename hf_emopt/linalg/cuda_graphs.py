@@ -1,8 +1,9 @@
 """Small orthogonalizations as CUDA graphs.
 
-A matrix of some million elements is orthogonalized in less time than a host needs to launch twenty kernels. The second call with
-the same shape records everything between normalization and the last product, and later calls replay it: one launch. The
-recorded part works in memory of its own; the input is read and the result is written where the caller's tensors are.
+A matrix of some million elements is orthogonalized in less time than a host needs to launch twenty kernels. The second
+call with the same shape records everything between normalization and the last product, and later calls replay it: one
+launch. The recorded part works in memory of its own; the input is read and the result is written where the caller's
+tensors are.
 
 At most ``_MAX_BYTES`` are kept a device, the least recently used graph going first. Nothing is recorded while somebody else
 records (then the kernels become part of that graph), for problems above ``_MAX_ELEMENTS``, or with
@@ -22,9 +23,9 @@ from torch import Tensor
 __all__ = ["DISABLE_VARIABLE", "clear", "recorded"]
 
 DISABLE_VARIABLE = "HF_EMOPT_DISABLE_CUDA_GRAPHS"
-# Elements of the matrices and of five squares beside them: 128 MiB in 16 bits.
-_MAX_ELEMENTS = 2**26
-_MAX_BYTES = 2**28
+# Elements of two copies of the matrices and of four squares beside them: 640 MiB in 16 bits.
+_MAX_ELEMENTS = 5 * 2**26
+_MAX_BYTES = 2**30
 
 Pair = tuple[Tensor, Tensor]
 
@@ -49,7 +50,7 @@ def usable(batch: int, m: int, n: int, device: torch.device) -> bool:
     """Whether a problem with short side ``m`` is recorded at all."""
     if device.type != "cuda" or os.environ.get(DISABLE_VARIABLE, "") not in ("", "0"):
         return False
-    return batch * (m * n + 5 * m * m) <= _MAX_ELEMENTS and not torch.cuda.is_current_stream_capturing()
+    return batch * (2 * m * n + 4 * m * m) <= _MAX_ELEMENTS and not torch.cuda.is_current_stream_capturing()
 
 
 def recorded(
@@ -61,12 +62,14 @@ def recorded(
         key: everything that the work depends on but the numbers in its input.
         like: has shape, strides and dtype of the input; needs no memory.
         fill: writes the input into the tensor that it is given.
-        work: launches on the current stream alone and allocates nothing that outlives it but its result, which is overwritten by
-            the next call with this key.
+        work: launches on the current stream alone and allocates nothing that outlives it but its result, which is
+            overwritten by the next call with this key.
     """
     full_key = (key, device, torch.cuda.current_stream(device).cuda_stream)
     if full_key not in _seen:
-        result = work(fill(torch.empty_like(like, device=device)))  # compiles what has to be, and shows the libraries the shapes
+        result = work(
+            fill(torch.empty_like(like, device=device))
+        )  # compiles what has to be, and shows the libraries the shapes
         _remember(full_key, None)
         return result
     recording = _seen[full_key]

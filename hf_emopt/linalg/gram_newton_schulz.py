@@ -7,8 +7,8 @@ polynomial ``Q`` of it that ``X`` will be multiplied by, both ``m x m``, and tou
 
     P = a I + b R + c R R;   Q <- Q P;   R <- P R P;      X <- Q X  at the end
 
-Rounding gives ``R`` small negative eigenvalues, which grow by ``a^2`` a step. A *restart* multiplies ``Q`` into ``X`` and forms
-``R`` anew; :func:`find_restart_steps` places as few as keep the result accurate.
+Rounding gives ``R`` small negative eigenvalues, which grow by ``a^2`` a step. A *restart* multiplies ``Q`` into ``X`` and
+forms ``R`` anew; :func:`find_restart_steps` places as few as keep the result accurate.
 
 Two powers of two keep float16 away from its subnormal numbers, where a large matrix would otherwise be: ``X`` is held as
 ``2 ** 10 X`` and ``R`` as ``2 ** 12 R``. They are exact and undone in the scalars of the products.
@@ -32,9 +32,14 @@ __all__ = ["ERROR_LIMIT", "find_restart_steps", "gram_flops", "gram_iterate", "i
 
 # A bound on what rounding in float16 does to an eigenvalue of R, relative to the largest one.
 _NOISE = 1e-4
-ERROR_LIMIT = 0.25
+ERROR_LIMIT = 0.06
 _X_SCALE = 2.0**10
 _R_SCALE = 2.0**12
+
+
+def _singular_values() -> Tensor:
+    """Where an error is looked for: evenly, and by orders of magnitude."""
+    return torch.cat([torch.linspace(0, 1, 257), torch.logspace(-5, 0, 129)]).double()
 
 
 def _worst_error(steps: Sequence[Triple], restarts: Sequence[int], sigma: Tensor) -> float:
@@ -65,13 +70,13 @@ def find_restart_steps(
 ) -> tuple[int, ...]:
     """Steps before which the Gram iteration starts anew.
 
-    Every placement is tried on singular values in ``[0, 1]``, with the eigenvalues of each newly formed ``R`` moved up and down by
-    what rounding in float16 may do to them; the placement with the smallest worst change of a result wins.
+    Every placement is tried on singular values in ``[0, 1]``, with the eigenvalues of each newly formed ``R`` moved up and
+    down by what rounding in float16 may do to them; the placement with the smallest worst change of a result wins.
 
     Args:
         steps: ``(a, b, c)`` of every step.
-        restarts: how many; ``None`` for as few as keep the worst change at or below ``limit``, or, where no number up to three
-            does, three.
+        restarts: how many; ``None`` for as few as keep the worst change at or below ``limit``, or, where no number up to
+            three does, three.
 
     Returns:
         Increasing step numbers in ``1 .. len(steps) - 1``.
@@ -82,7 +87,7 @@ def find_restart_steps(
     count = len(steps)
     if restarts is not None and not 0 <= restarts < max(count, 1):
         raise ValueError(f"{restarts} restarts do not fit between {count} steps: give 0 to {count - 1}")
-    sigma = torch.cat([torch.linspace(0, 1, 257), torch.logspace(-5, 0, 129)]).double()
+    sigma = _singular_values()
     numbers = range(min(count, 4)) if restarts is None else (restarts,)
     best: tuple[float, tuple[int, ...]] = (math.inf, ())
     for number in numbers:
@@ -113,9 +118,9 @@ def _product(
 def _apply(q: Tensor, x: Tensor, tall: bool, alpha: float = 1.0) -> Tensor:
     """``alpha Q X``, or ``alpha X Q`` for tall matrices."""
     left, right = (x, q) if tall else (q, x)
-    if alpha == 1.0:
-        return left @ right
     out = torch.empty_like(x)
+    if alpha == 1.0:
+        return (torch.mm if x.ndim == 2 else torch.bmm)(left, right, out=out)
     product = torch.addmm if x.ndim == 2 else torch.baddbmm
     return product(out, left, right, beta=0.0, alpha=alpha, out=out)
 
@@ -130,7 +135,9 @@ def start_factor(dtype: torch.dtype, safety_factor: float) -> float:
     return _scales(dtype)[0] / safety_factor
 
 
-def standard_iterate(x: Tensor, steps: Sequence[Triple], tall: bool, backend: Backend = "auto") -> tuple[Tensor, Tensor]:
+def standard_iterate(
+    x: Tensor, steps: Sequence[Triple], tall: bool, backend: Backend = "auto"
+) -> tuple[Tensor, Tensor]:
     """The standard form up to the last product: ``B`` and ``X``, of which the result is ``B X / scale``.
 
     The square is completed, so that no product reads a second matrix: with ``A = X X^T + b/(2c) I``,
@@ -233,7 +240,7 @@ def _iterate(
     if restarts is not None and dtype == torch.float16 and _fits_one_program(x, batch, backend):
         from hf_emopt.linalg.triton.small_launch import small_gram_newton_schulz
 
-        out = torch.empty(x.shape, dtype=dtype, device=x.device)
+        out = torch.empty_like(_dense(x, dtype), device=x.device)
         batched = (x, out) if x.ndim == 3 else (x[None], out[None])
         small_gram_newton_schulz(batched[0], coefficients, restarts, safety_factor, batched[1])
         return out
@@ -246,7 +253,7 @@ def _iterate(
         )
     else:
         polynomial, y = work(normalize_cast(x, dtype, factor, backend=backend))
-    return _apply(polynomial, y, tall, 1.0 / _scales(dtype)[0])
+    return _apply(polynomial, y, tall, 1.0 / _scales(y.dtype)[0])
 
 
 # Fewer matrices leave most of a device idle when each has one program.
@@ -254,7 +261,9 @@ _SMALL_BATCH = 16
 
 
 def _fits_one_program(x: Tensor, batch: int, backend: Backend) -> bool:
-    small = min(x.shape[-2:]) <= 128 and batch >= _SMALL_BATCH and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    small = (
+        min(x.shape[-2:]) <= 64 and batch >= _SMALL_BATCH and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    )
     return small and backend != "torch" and kernels_pay(x.device)
 
 

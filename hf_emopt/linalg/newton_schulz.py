@@ -92,8 +92,8 @@ def newton_schulz(
     batch is one batched product per operation; a batch of one runs as a plain matrix. Float16 has three more bits than
     bfloat16; outside the kernels its small entries lose them again once ``m * n`` exceeds about 1e8.
 
-    The kernels run ``"scale_free"`` in float16 and bfloat16. Without Triton, with ``HF_EMOPT_DISABLE_TRITON=1``, and on devices
-    without measurements, torch's general products do the same sums.
+    The kernels run ``"scale_free"`` in float16 and bfloat16. Without Triton, with ``HF_EMOPT_DISABLE_TRITON=1``, and on
+    devices without measurements, torch's general products do the same sums.
 
     Raises:
         TypeError: ``x`` is not a real floating-point tensor.
@@ -106,7 +106,7 @@ def newton_schulz(
     resolved = resolve_coefficients(coefficients, steps)
     floor = _check_normalization(normalization, eps, resolved)
     _check_method(method, dtype, normalization, resolved)
-    kernels = normalization == "scale_free" and resolved.scaling == "frobenius" and kernels_pay(x.device)
+    kernels = normalization == "scale_free" and resolved.scaling == "frobenius" and _kernels_pay(x.device)
     if dtype is None:
         half = x.device.type == "cuda" and (kernels or method == "gram")
         dtype = torch.float16 if half else default_dtype(x.device)
@@ -120,7 +120,7 @@ def newton_schulz(
     kernels = kernels and dtype in (torch.float16, torch.bfloat16)
     if kernels or method == "gram":
         use_gram = method == "gram" or (method == "auto" and dtype == torch.float16 and gram_pays(*shape[-2:]))
-        restarts = find_restart_steps(resolved.steps) if use_gram else None
+        restarts = _restarts(resolved.steps) if use_gram else None
         return iterate(matrices, resolved.steps, restarts, resolved.safety_factor, dtype).reshape(shape)
     tall = shape[-2] > shape[-1]
     if tall:
@@ -163,6 +163,19 @@ def _check_method(method: str, dtype: torch.dtype | None, normalization: str, re
             f"method='gram' has no normalization={normalization!r} and no coefficient set that rescales rows "
             f"(got {resolved.name!r}): use method='standard'"
         )
+
+
+# Under torch.compile the next two are values known beforehand, not code to trace.
+
+
+@torch.compiler.assume_constant_result
+def _restarts(steps: tuple[tuple[float, float, float], ...]) -> tuple[int, ...]:
+    return find_restart_steps(steps)
+
+
+@torch.compiler.assume_constant_result
+def _kernels_pay(device: torch.device) -> bool:
+    return kernels_pay(device)
 
 
 def gram_pays(m: int, n: int) -> bool:

@@ -87,8 +87,8 @@ def syrk(
         a: ``(m, k)`` or ``(B, m, k)``; with ``trans`` ``(k, m)`` or ``(B, k, m)``. Any strides; neither form is copied.
         c: ``(m, m)`` or ``(B, m, m)``, symmetric, of the result's dtype; only its lower triangle is used. May be ``out``.
         alpha, beta, diagonal: run-time numbers; nothing is compiled anew for others.
-        out_dtype: dtype of the result, default that of ``out``, of ``c``, or of ``a``. bfloat16 and float16 factors may give a
-            float32 result, which then accumulates without rounding: ``syrk(g, l, alpha=1 - b, beta=b, out=l)``.
+        out_dtype: dtype of the result, default that of ``out``, of ``c``, or of ``a``. bfloat16 and float16 factors may
+            give a float32 result, which then accumulates without rounding: ``syrk(g, l, alpha=1 - b, beta=b, out=l)``.
         out: where the result goes, of the result's shape and dtype, rows contiguous.
         backend: ``"auto"`` takes the kernel where it is measured to be faster; ``"triton"`` insists; ``"torch"`` never.
 
@@ -169,7 +169,7 @@ def _pick(a: Tensor, backend: Backend, with_c: bool) -> configs.Config | None:
         return None
     capability = None if runtime.interpreting() else runtime.architecture(a.device)
     batch = a.shape[0] if a.ndim == 3 else 1
-    return configs.choose(capability, batch, a.shape[-2], a.shape[-1], with_c, required=backend == "triton")
+    return configs.choose(capability, batch, a.shape[-2], a.shape[-1], with_c)
 
 
 def _symmul_into(
@@ -295,11 +295,11 @@ def momentum_cast(
     ok: Tensor | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    """``m <- m + (1 - mu) (g - m)`` in place, and ``g + mu (m - g)`` (``nesterov``) or ``m`` rounded into ``out``, in one pass.
+    """In one pass: ``m <- m + (1 - mu) (g - m)`` in place, and ``g + mu (m - g)`` (``nesterov``) or ``m`` into ``out``.
 
     Args:
-        grad, buffer, out: of one size; ``out`` may be a slice of an exchange buffer, of any float dtype, and is what the update
-            is packed into.
+        grad, buffer, out: of one size; ``out`` may be a slice of an exchange buffer, of any float dtype, and is what the
+            update is packed into.
         ok: scalar bool on the device; ``False`` leaves ``buffer`` as it is, and ``out`` is ``buffer``.
     """
     if not grad.numel() == buffer.numel() == out.numel():

@@ -24,8 +24,8 @@ class Config:
     """How one symmetric product is cut up.
 
     Attributes:
-        block_m, block_n, block_k: tile of the result, and depth of one step of the inner loop. ``block_m`` and ``block_n`` are
-            equal or one is twice the other.
+        block_m, block_n, block_k: tile of the result, and depth of one step of the inner loop. ``block_m`` and ``block_n``
+            are equal or one is twice the other.
         num_warps, num_stages: warps a program, and depth of software pipelining.
         descriptors: load and store by tensor descriptors (sm_90 and later, 16-byte rows) or by pointers.
         group: tiles are launched in squares of ``group`` by ``group``, which decides what the L2 cache holds.
@@ -42,13 +42,16 @@ class Config:
 
 @dataclass(frozen=True)
 class Entry:
-    """A measured problem, with or without ``+ beta C``, and its best configuration; ``None`` where the vendor's general product was faster."""
+    """A measured problem, with or without ``+ beta C``, its best configuration, the milliseconds of that, and those of the
+    vendor's general product."""
 
     batch: int
     m: int
     k: int
     with_c: bool
-    config: Config | None
+    config: Config
+    ms: float
+    general_ms: float
 
 
 # What ``--tune`` tries. All compile without spills for sm_90 (tests/linalg/test_triton_compile.py).
@@ -59,18 +62,23 @@ CANDIDATES: dict[int, tuple[Config, ...]] = {
         Config(64, 64, 32, 4, 4, descriptors=False),
     ),
     90: (
-        Config(128, 128, 64, 4, 3),
-        Config(128, 128, 64, 8, 3),
-        Config(128, 256, 64, 8, 3),
-        Config(256, 128, 64, 8, 3),
-        Config(256, 128, 64, 8, 4),
-        Config(64, 128, 64, 4, 3),
         Config(64, 64, 64, 4, 4),
-        Config(128, 128, 64, 8, 3, descriptors=False),
+        Config(64, 128, 64, 4, 3),
+        Config(64, 128, 64, 4, 4, descriptors=False),
+        Config(64, 128, 64, 4, 4),
+        Config(128, 64, 64, 4, 3),
+        Config(128, 64, 64, 4, 4),
+        Config(128, 128, 64, 4, 3, group=8),
+        Config(128, 128, 64, 4, 3),
+        Config(128, 128, 64, 8, 4),
+        Config(128, 256, 64, 8, 3, group=8),
+        Config(128, 256, 64, 8, 3),
+        Config(128, 256, 64, 8, 4),
+        Config(256, 128, 64, 8, 4),
     ),
     100: (
         Config(128, 128, 64, 4, 3),
-        Config(128, 256, 64, 8, 3),
+        Config(128, 128, 64, 8, 3),
         Config(128, 128, 64, 8, 3, descriptors=False),
     ),
 }
@@ -101,7 +109,7 @@ def _read(path: Path) -> tuple[dict[str, Any], tuple[Entry, ...]]:
         return {}, ()
     content = json.loads(path.read_text())
     entries = tuple(
-        Entry(row["batch"], row["m"], row["k"], row["with_c"], None if row["config"] is None else Config(**row["config"]))
+        Entry(row["batch"], row["m"], row["k"], row["with_c"], Config(**row["config"]), row["ms"], row["general_ms"])
         for row in content["entries"]
     )
     return {key: value for key, value in content.items() if key != "entries"}, entries
@@ -119,27 +127,23 @@ def measured(architecture: int) -> bool:
 
 def save_table(path: Path, entries: list[Entry], **facts: Any) -> None:
     """Writes a table; ``facts`` say where it was measured (card, versions)."""
-    rows = [{**asdict(entry), "config": entry.config and asdict(entry.config)} for entry in entries]
-    path.write_text(json.dumps({**facts, "entries": rows}, indent=1) + "\n")
+    rows = ",\n".join(f"  {json.dumps(asdict(entry))}" for entry in entries)
+    head = "".join(f" {json.dumps(key)}: {json.dumps(value)},\n" for key, value in facts.items())
+    path.write_text("{\n" + head + ' "entries": [\n' + rows + "\n ]\n}\n")
 
 
 @functools.lru_cache(maxsize=4096)
-def choose(
-    architecture: int | None, batch: int, m: int, k: int, with_c: bool = False, *, required: bool = False
-) -> Config | None:
-    """The configuration for ``batch`` products of ``(m, k)``, or ``None`` where the general product is the better choice.
+def choose(architecture: int | None, batch: int, m: int, k: int, with_c: bool = False) -> Config:
+    """The configuration for ``batch`` products of ``(m, k)``: that of the nearest measured problem.
 
     Args:
         architecture: compute capability as one number; ``None`` when interpreting.
-        required: the caller wants a kernel whatever the table says.
     """
     if architecture is None:
         return Config(32, 32, 32, 4, 1, descriptors=False, group=2)
     entries = tuple(entry for entry in load_table(architecture) if entry.with_c == with_c)
-    if required:
-        entries = tuple(entry for entry in entries if entry.config is not None)
     if not entries:
-        return _DEFAULTS[family(architecture)] if required else None
+        return _DEFAULTS[family(architecture)]
 
     def distance(entry: Entry) -> float:
         # The number of tiles decides how a device is filled, the depth how much a tile costs beside its ends.

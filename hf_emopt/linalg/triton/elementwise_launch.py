@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from hf_emopt.linalg.triton.launching import launch, specialization
 from hf_emopt.linalg.triton.runtime import interpreting, multiprocessors
 
 __all__ = ["momentum_cast", "normalize_cast"]
@@ -34,25 +38,16 @@ def normalize_cast(x: Tensor, factor: float, out: Tensor) -> Tensor:
     chunks = -(-size // chunk)
     exponents = torch.empty(batch * chunks, dtype=torch.int32, device=x.device)
     sums = torch.empty(batch * chunks, dtype=torch.float32, device=x.device)
-    warps = {"num_warps": 8}
-    sum_of_squares_kernel[(batch * chunks,)](
-        x, exponents, sums, size, chunks, x.stride(0), CHUNK=chunk, BLOCK=_BLOCK, **warps
-    )
-    cast_kernel[(batch * chunks,)](
-        x,
-        out,
-        exponents,
-        sums,
-        size,
-        chunks,
-        x.stride(0),
-        out.stride(0),
-        factor,
-        CHUNK=chunk,
-        BLOCK=_BLOCK,
-        PARTS=1 << max(0, (chunks - 1).bit_length()),
-        **warps,
-    )
+    options = {"num_warps": 8}
+    key: Hashable
+    arguments: tuple[Any, ...] = (x, exponents, sums, size, chunks, x.stride(0), chunk, _BLOCK)
+    key = ("sum_of_squares", specialization(arguments[:3], arguments[3:6]), chunk, x.device)
+    launch(sum_of_squares_kernel, key, batch * chunks, arguments, options)
+    integers = (size, chunks, x.stride(0), out.stride(0))
+    parts = 1 << max(0, (chunks - 1).bit_length())
+    key = ("cast", specialization((x, out, exponents, sums), integers), chunk, parts, x.device)
+    arguments = (x, out, exponents, sums, *integers, factor, chunk, _BLOCK, parts)
+    launch(cast_kernel, key, batch * chunks, arguments, options)
     return out
 
 

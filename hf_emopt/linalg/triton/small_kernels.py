@@ -1,6 +1,6 @@
 """Gram Newton-Schulz of one small matrix by one program: attention heads, LoRA factors, small experts.
 
-The matrix has a short side of at most 128. Its Gram matrix and everything made of it stay on chip; the matrix itself is read
+The matrix has a short side of at most 64. Its Gram matrix and everything made of it stay on chip; the matrix itself is read
 twice to scale it and form ``R``, and once a segment to apply ``Q``. One launch does a whole batch and allocates nothing.
 """
 
@@ -59,7 +59,7 @@ def small_gram_newton_schulz_kernel(
     x_ptr,
     out_ptr,
     coefficients_ptr,
-    ends_ptr,
+    bounds_ptr,
     segments,
     M,
     N,
@@ -101,9 +101,10 @@ def small_gram_newton_schulz_kernel(
     inverse = tl.where(total == float("inf"), float("nan"), inverse)
 
     r = _symmetric(gram * (inverse * inverse * R_SCALE))
-    begin = 0
-    for segment in range(0, segments):
-        end = tl.load(ends_ptr + segment)
+    for segment in range(segments):
+        # From memory, both: Triton 3.6 keeps an integer that a loop carries at its first value.
+        begin = tl.load(bounds_ptr + segment)
+        end = tl.load(bounds_ptr + segment + 1)
         last = segment == segments - 1
         q = _polynomial(r, coefficients_ptr, begin, end, R_SCALE, SIDE, UPCAST)
         factor = tl.where(segment == 0, inverse, 1.0 / 1024.0) * tl.where(last, 1.0, 1024.0)
@@ -122,4 +123,3 @@ def small_gram_newton_schulz_kernel(
         # What this program stored is what it loads in the next segment.
         tl.debug_barrier()
         r = _symmetric(gram * (R_SCALE / 1048576.0))
-        begin = end

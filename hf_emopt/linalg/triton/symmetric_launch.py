@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hf_emopt.linalg.triton import configs
 from hf_emopt.linalg.triton.configs import Config
+from hf_emopt.linalg.triton.launching import launch, specialization
 from hf_emopt.linalg.triton.runtime import architecture, interpreting
 
 __all__ = ["symmetric_product", "tile_table"]
@@ -28,8 +29,8 @@ def _tiles(m: int, block_m: int, block_n: int, group: int) -> tuple[tuple[int, i
 
 @functools.lru_cache(maxsize=1024)
 def tile_table(m: int, block_m: int, block_n: int, group: int, device: torch.device) -> tuple[Tensor, int]:
-    """``(tiles, 2)`` int32, and their number: row and column of every tile of an ``m x m`` matrix that touches its lower triangle, in
-    squares of ``group`` tiles so that programs that run together read the same rows."""
+    """``(tiles, 2)`` int32, and their number: row and column of every tile of an ``m x m`` matrix that touches its lower
+    triangle, in squares of ``group`` tiles so that programs that run together read the same rows."""
     tiles = _tiles(m, block_m, block_n, group)
     return torch.tensor(tiles, dtype=torch.int32).to(device), len(tiles)
 
@@ -83,20 +84,6 @@ def _descriptor(x: Tensor, rows: int, cols: int) -> Any:
     return _described(_address(x.data_ptr(), x.dtype), *layout)
 
 
-# Compiled kernels by everything that Triton would specialize on. Its own look-up costs more than a small product.
-_COMPILED: dict[tuple[Any, ...], Any] = {}
-
-
-def _launch(kernel: Any, key: tuple[Any, ...], grid: int, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-    compiled = _COMPILED.get(key)
-    if compiled is None:
-        compiled = kernel[(grid,)](*arguments, **options)
-        if not interpreting():
-            _COMPILED[key] = compiled
-        return
-    compiled[(grid, 1, 1)](*arguments)
-
-
 def _fits_pointers(x: Tensor, block: int) -> bool:
     return block * max(abs(x.stride(-1)), abs(x.stride(-2))) <= _LARGEST_OFFSET
 
@@ -128,8 +115,7 @@ def symmetric_product(
     c = None if c is None else _as_batch(c)
     batch, m, k = a.shape
     if config is None:
-        config = configs.choose(None if interpreting() else architecture(a.device), batch, m, k, c is not None, required=True)
-    assert config is not None
+        config = configs.choose(None if interpreting() else architecture(a.device), batch, m, k, c is not None)
     if out.dtype == torch.float32 and config.block_m * config.block_n >= 128 * 128 and config.num_warps < 8:
         config = replace(config, num_warps=8)  # the accumulator and its mirror image, both 32 bits wide
     trans = a.stride(-1) != 1
@@ -186,7 +172,7 @@ def _launch_descriptors(
         pdl,
     )
     key = ("descriptors", config, a.dtype, out.dtype, c is None, same, trans, pdl, k % 16 == 0, k == 1, a.device)
-    _launch(kernel, key, count * batch, arguments, _options(config, pdl))
+    launch(kernel, key, count * batch, arguments, _options(config, pdl))
 
 
 def _launch_pointers(
@@ -204,7 +190,9 @@ def _launch_pointers(
         config = configs.POINTERS
     longest = max(config.block_m, config.block_n, config.block_k)
     if not all(_fits_pointers(x, longest) for x in (a, b, c, out) if x is not None):
-        raise ValueError(f"strides of {tuple(a.stride())} are too long for a tile of {longest} rows: call .contiguous()")
+        raise ValueError(
+            f"strides of {tuple(a.stride())} are too long for a tile of {longest} rows: call .contiguous()"
+        )
     batch, m, k = a.shape
     tiles, count = tile_table(m, config.block_m, config.block_n, config.group, out.device)
     c_like = out if c is None else c
@@ -226,7 +214,6 @@ def _launch_pointers(
         interpreting(),
         pdl,
     )
-    special = tuple((i == 1, i % 16 == 0, i >= 2**31) for i in integers)
-    aligned = tuple(x.data_ptr() % 16 == 0 for x in (a, b, c_like, out))
-    key = ("pointers", config, a.dtype, out.dtype, c is None, pdl, k % config.block_k == 0, special, aligned, a.device)
-    _launch(kernel, key, count * batch, arguments, _options(config, pdl))
+    special = specialization((a, b, c_like, out), integers)
+    key = ("pointers", config, c is None, pdl, k % config.block_k == 0, special, a.device)
+    launch(kernel, key, count * batch, arguments, _options(config, pdl))

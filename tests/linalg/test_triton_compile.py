@@ -1,0 +1,155 @@
+"""The kernels compiled for GPUs that are not here: tensor-core instructions present, no registers spilled.
+
+Triton brings its own assembler, so no GPU and no driver is needed; nothing runs.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+triton = pytest.importorskip("triton", reason="Triton has no wheel for this platform")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from hf_emopt.linalg.triton import elementwise_kernels, small_kernels, symmetric_kernels  # noqa: E402
+from hf_emopt.linalg.triton.configs import CANDIDATES, POINTERS, Config  # noqa: E402
+
+DISASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+# Matrix products of each architecture in PTX.
+TENSOR_CORES = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
+
+
+def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], arch: int, warps: int, stages: int) -> Any:
+    """As a launch would compile it whose integers are multiples of 16 and whose tensors are aligned."""
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    aligned = [["tt.divisibility", 16]]
+    attributes = {
+        (i,): aligned
+        for i, name in enumerate(names)
+        if signature[name].startswith("*") or (signature[name] == "i32" and name != "num_tiles")
+    }
+    source = ASTSource(
+        kernel, signature, {(names.index(name),): value for name, value in constants.items()}, attributes
+    )
+    options = {"num_warps": warps, "num_stages": stages}
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+def symmetric_product(config: Config, arch: int, with_c: bool, out: str = "fp16", trans: bool = False) -> Any:
+    shared = {
+        "HAS_C": with_c,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+        "UPCAST": False,
+        "PDL": False,
+    }
+    scalars = {"alpha": "fp32", "beta": "fp32", "diagonal": "fp32", "tiles_ptr": "*i32"}
+    if not config.descriptors:
+        pointers = {"a_ptr": "*fp16", "b_ptr": "*fp16", "c_ptr": f"*{out}", "d_ptr": f"*{out}"}
+        constants = {**shared, "EVEN_K": True, "a_col": 1, "b_col": 1}
+        kernel = symmetric_kernels.symmetric_product_pointer_kernel
+        return compiled(kernel, {**pointers, **scalars}, constants, arch, config.num_warps, config.num_stages)
+    side = min(config.block_m, config.block_n)
+
+    def block(dtype: str, rows: int, cols: int) -> str:
+        return f"tensordesc<{dtype}[1,{rows},{cols}]>"
+
+    def factor(rows: int) -> str:
+        return block("fp16", *((config.block_k, rows) if trans else (rows, config.block_k)))
+
+    descriptors = {
+        "a_desc": factor(config.block_m),
+        "b_desc": factor(config.block_n),
+        "c_desc": block(out, config.block_m, config.block_n),
+        "d_desc": block(out, side, side),
+    }
+    square = config.block_m == config.block_n
+    constants = {**shared, "SQUARE": square, "TRANS": trans, **({"b_desc": None} if square else {})}
+    if not with_c:
+        constants["c_desc"] = None
+    kernel = symmetric_kernels.symmetric_product_descriptor_kernel
+    return compiled(kernel, {**descriptors, **scalars}, constants, arch, config.num_warps, config.num_stages)
+
+
+def spilled_bytes(kernel: Any, tmp_path: Path) -> int:
+    path = tmp_path / "kernel.cubin"
+    path.write_bytes(kernel.asm["cubin"])
+    usage = subprocess.run([DISASSEMBLER, "-res-usage", path], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"STACK:(\d+).*?LOCAL:(\d+)", usage)
+    assert found is not None, usage
+    return int(found[1]) + int(found[2])
+
+
+@pytest.mark.parametrize("with_c", [False, True])
+@pytest.mark.parametrize(
+    ("arch", "config"), [(arch, config) for arch, configs in CANDIDATES.items() for config in configs], ids=str
+)
+def test_every_configuration(arch: int, config: Config, with_c: bool, tmp_path: Path) -> None:
+    kernel = symmetric_product(config, arch, with_c)
+    ptx = kernel.asm["ptx"]
+    assert TENSOR_CORES[arch] in ptx
+    assert ("cp.async.bulk.tensor" in ptx) == config.descriptors
+    assert spilled_bytes(kernel, tmp_path) == 0
+    # What the architecture gives one program: 163 KiB on sm_80, 227 KiB later.
+    assert kernel.metadata.shared <= {80: 166912, 90: 232448, 100: 232448}[arch]
+
+
+@pytest.mark.parametrize("config", [Config(128, 128, 64, 8, 3), POINTERS], ids=str)
+def test_float32_results(config: Config, tmp_path: Path) -> None:
+    kernel = symmetric_product(config, 90, True, out="fp32")
+    assert "wgmma.mma_async" in kernel.asm["ptx"]
+    assert spilled_bytes(kernel, tmp_path) == 0
+
+
+def test_tall_matrices_are_read_in_place(tmp_path: Path) -> None:
+    """The transposed tile is an operand of the tensor core as it lies in shared memory: no instruction turns it."""
+    kernel = symmetric_product(Config(128, 128, 64, 4, 3), 90, False, trans=True)
+    assert "wgmma.mma_async" in kernel.asm["ptx"]
+    assert kernel.metadata.shared <= 100 * 1024
+    assert spilled_bytes(kernel, tmp_path) == 0
+
+
+def test_coefficients_are_no_constants() -> None:
+    """Other coefficients, other sizes of the same alignment: the same binary."""
+    names = symmetric_kernels.symmetric_product_descriptor_kernel.arg_names
+    parameters = symmetric_kernels.symmetric_product_descriptor_kernel.params
+    constant = {parameter.name for parameter in parameters if parameter.is_constexpr}
+    assert {"alpha", "beta", "diagonal", "K", "num_tiles"} <= set(names) - constant
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize("side", [16, 32, 64])
+def test_one_program_a_matrix(side: int, arch: int, tmp_path: Path) -> None:
+    types = {
+        "x_ptr": "*fp32",
+        "out_ptr": "*fp16",
+        "coefficients_ptr": "*fp32",
+        "bounds_ptr": "*i32",
+        "safety_factor": "fp32",
+    }
+    constants = {"R_SCALE": 4096.0, "SIDE": side, "BLOCK": 64, "UPCAST": False, "x_col": 1, "out_col": 1}
+    kernel = compiled(small_kernels.small_gram_newton_schulz_kernel, types, constants, arch, 4, 2)
+    assert any(name in kernel.asm["ptx"] for name in TENSOR_CORES.values())
+    assert spilled_bytes(kernel, tmp_path) == 0
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+def test_memory_bound_kernels(arch: int, tmp_path: Path) -> None:
+    """Loads of 16 bytes a thread."""
+    pointers = {"x_ptr": "*fp32", "y_ptr": "*fp16", "exponent_ptr": "*i32", "sum_ptr": "*fp32", "factor": "fp32"}
+    constants = {"CHUNK": 16384, "BLOCK": 4096, "PARTS": 64}
+    kernels = [
+        compiled(elementwise_kernels.cast_kernel, pointers, constants, arch, 8, 3),
+        compiled(elementwise_kernels.sum_of_squares_kernel, pointers, {"CHUNK": 16384, "BLOCK": 4096}, arch, 8, 3),
+    ]
+    for kernel in kernels:
+        assert re.search(r"ld\.global[.\w:]*\.v4\.b32", kernel.asm["ptx"])
+        assert spilled_bytes(kernel, tmp_path) == 0

@@ -1,0 +1,219 @@
+"""The kernels on the CPU, in Triton's interpreter, which has to be chosen before Triton is imported: in a process of its own.
+
+What the interpreter does otherwise than a GPU, and how these tests bear it: ``tl.dot`` multiplies the bit patterns of
+bfloat16 (the kernels multiply in float32 there), float32 is cut to bfloat16 instead of rounded (bounds for bfloat16 are twice as wide,
+exact tests use numbers that need no rounding), and several tilings of one kernel cannot be autotuned (no kernel is).
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+HALF = [torch.float16, torch.bfloat16]
+
+if not INTERPRETING:
+
+    def test_kernels_in_the_interpreter() -> None:
+        pytest.importorskip("triton", reason="Triton has no wheel for this platform")
+        result = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__))],
+            env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=500,
+        )
+        assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
+        assert " passed" in result.stdout
+
+
+if INTERPRETING:
+    from hf_emopt.linalg import resolve_coefficients
+    from hf_emopt.linalg.gram_newton_schulz import find_restart_steps, iterate
+    from hf_emopt.linalg.symmetric import momentum_cast, normalize_cast, symmul, syrk
+    from hf_emopt.linalg.triton.configs import Config
+    from hf_emopt.linalg.triton.small_launch import small_gram_newton_schulz
+    from hf_emopt.linalg.triton.symmetric_launch import symmetric_product
+
+    CONFIGS = [
+        Config(block_m, block_n, 32, 4, 1, descriptors, group=2)
+        for descriptors in (False, True)
+        for block_m, block_n in ((32, 32), (32, 64), (64, 32))
+    ]
+
+    @pytest.fixture(autouse=True)
+    def _seed() -> None:
+        torch.manual_seed(0)
+
+    def small_integers(*shape: int) -> Tensor:
+        return torch.randint(-2, 3, shape).float()
+
+    @pytest.mark.parametrize("config", CONFIGS, ids=str)
+    @pytest.mark.parametrize("dtype", HALF)
+    @pytest.mark.parametrize("shape", [(2, 70, 48), (1, 64, 33), (96, 64), (3, 1, 5), (2, 33, 1)])
+    @pytest.mark.parametrize("trans", [False, True])
+    def test_products_of_integers_are_exact(
+        config: Config, dtype: torch.dtype, shape: tuple[int, ...], trans: bool
+    ) -> None:
+        """Sums below 256 and factors that are powers of two: no rounding, so every element must be right to the bit."""
+        x = small_integers(*shape).to(dtype)
+        x = x.mT.contiguous().mT if trans else x
+        c = small_integers(*shape[:-1], shape[-2]).to(dtype)
+        c = c.tril() + c.tril(-1).mT
+        expected = 0.5 * (x.double() @ x.double().mT) + 2 * c.double() + 3 * torch.eye(shape[-2])
+        for out_dtype in (dtype, torch.float32):
+            out = torch.full(c.shape, float("nan"), dtype=out_dtype)
+            symmetric_product(x, x, c.to(out_dtype), out, alpha=0.5, beta=2.0, diagonal=3.0, config=config)
+            assert torch.equal(out.double(), expected)
+
+    @pytest.mark.parametrize("config", CONFIGS, ids=str)
+    @pytest.mark.parametrize("dtype", HALF)
+    def test_results_are_symmetric_bit_for_bit(config: Config, dtype: torch.dtype) -> None:
+        x = torch.randn(2, 72, 40).to(dtype)
+        out = torch.full((2, 72, 72), float("nan"), dtype=dtype)
+        symmetric_product(x, x, None, out, alpha=1.0, beta=0.0, config=config)
+        assert torch.equal(out, out.mT)
+        bound = torch.finfo(dtype).eps * (2 if dtype == torch.bfloat16 else 1)
+        torch.testing.assert_close(out.double(), x.double() @ x.double().mT, rtol=bound, atol=bound)
+
+    @pytest.mark.parametrize("config", CONFIGS[::3], ids=str)
+    def test_two_factors(config: Config) -> None:
+        a = torch.randn(2, 40, 40)
+        a = (a @ a.mT / 40).half()
+        b = (a.double() @ a.double()).half()
+        out = torch.empty_like(a)
+        symmetric_product(a, b, None, out, alpha=1.0, beta=0.0, config=config)
+        exact = a.double() @ b.double()
+        # Of the product only the lower triangle counts: b is a polynomial of a up to rounding.
+        torch.testing.assert_close(out.double().tril(), exact.tril(), rtol=2e-3, atol=2e-3)
+        assert torch.equal(out, out.mT)
+
+    @pytest.mark.parametrize("config", CONFIGS[::3], ids=str)
+    def test_strides(config: Config) -> None:
+        """A batch cut out of a larger one, rows with a gap, and columns with a gap."""
+        expected = None
+        x = small_integers(2, 40, 24).half()
+        for view in (
+            torch.zeros(4, 40, 24).half()[::2],
+            torch.zeros(2, 40, 32).half()[..., :24],
+            torch.zeros(2, 40, 48).half()[..., ::2],
+            torch.zeros(2, 41, 25).half()[:, 1:, 1:],
+        ):
+            view.copy_(x)
+            out = torch.zeros(2, 40, 48, dtype=torch.float16)[..., :40]
+            symmetric_product(view, view, None, out, alpha=1.0, beta=0.0, config=config)
+            expected = x.double() @ x.double().mT if expected is None else expected
+            assert torch.equal(out.double(), expected)
+
+    @pytest.mark.parametrize("config", CONFIGS, ids=str)
+    def test_accumulates_in_place_and_ignores_the_upper_triangle(config: Config) -> None:
+        g = small_integers(2, 70, 24).to(torch.bfloat16)
+        lower = small_integers(2, 70, 70).tril()
+        factor = lower + torch.full((70, 70), float("nan")).triu(1)
+        symmetric_product(g, g, factor, factor, alpha=0.25, beta=0.5, config=config)
+        expected = 0.5 * (lower + lower.tril(-1).mT) + 0.25 * g.float() @ g.float().mT
+        assert torch.equal(factor, expected)
+
+    def test_public_functions_reach_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+        from hf_emopt.linalg.triton import symmetric_launch
+
+        launches: list[int] = []
+        original = symmetric_launch.symmetric_product
+        monkeypatch.setattr(
+            symmetric_launch, "symmetric_product", lambda *a, **k: (launches.append(1), original(*a, **k))[1]
+        )
+        x = small_integers(2, 24, 40).half()
+        assert torch.equal(syrk(x), syrk(x, backend="torch"))
+        assert torch.equal(syrk(x.mT, trans=True), syrk(x, backend="torch"))
+        assert torch.equal(symmul(x, x, out_dtype=torch.float32), syrk(x, backend="torch", out_dtype=torch.float32))
+        assert len(launches) == 3
+        monkeypatch.setenv("HF_EMOPT_DISABLE_TRITON", "1")
+        syrk(x)
+        assert len(launches) == 3
+        with pytest.raises(ValueError, match="HF_EMOPT_DISABLE_TRITON"):
+            syrk(x, backend="triton")
+
+    @pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+    @pytest.mark.parametrize("scale", [1.0, 1e-30, 1e-40, 1e20])
+    def test_normalize(dtype: torch.dtype, scale: float) -> None:
+        x = torch.randn(3, 70, 90) * scale
+        x[1] = 0
+        result = normalize_cast(x, dtype, 4.0, backend="triton")
+        wide = x.double()
+        expected = 4 * wide / torch.linalg.matrix_norm(wide, keepdim=True).clamp_min(1e-300)
+        bound = torch.finfo(dtype).eps * (2 if dtype == torch.bfloat16 else 1) + (1e-4 if scale == 1e-40 else 0)
+        torch.testing.assert_close(result.double(), expected, rtol=bound, atol=0.1 * bound)
+        assert result[1].count_nonzero() == 0
+
+    def test_normalize_does_not_see_powers_of_two_and_shows_infinities() -> None:
+        x = torch.randn(2, 70, 90)
+        plain = normalize_cast(x, torch.float16, backend="triton")
+        for exponent in (-100, 60):
+            assert torch.equal(normalize_cast(x * 2.0**exponent, torch.float16, backend="triton"), plain)
+        assert torch.equal(normalize_cast(x.mT, torch.float16, backend="triton"), plain.mT)
+        x[0, 3, 4] = float("inf")
+        result = normalize_cast(x, torch.float16, backend="triton")
+        assert result[0].isnan().all()
+        assert torch.equal(result[1], plain[1])
+
+    @pytest.mark.parametrize("nesterov", [False, True])
+    @pytest.mark.parametrize("ok", [None, True, False])
+    @pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])
+    def test_momentum(nesterov: bool, ok: bool | None, grad_dtype: torch.dtype) -> None:
+        grad, buffer = torch.randn(700).to(grad_dtype), torch.randn(700)
+        packed = torch.zeros(1000, dtype=torch.float16)
+        flag = None if ok is None else torch.tensor(ok)
+        ours, theirs = buffer.clone(), buffer.clone()
+        expected = torch.empty(700, dtype=torch.float16)
+        momentum_cast(grad, theirs, 0.95, nesterov=nesterov, out=expected, ok=flag, backend="torch")
+        momentum_cast(grad, ours, 0.95, nesterov=nesterov, out=packed[100:800], ok=flag, backend="triton")
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(packed[100:800], expected, rtol=1e-3, atol=1e-3)
+        assert packed[:100].count_nonzero() == 0
+        assert packed[800:].count_nonzero() == 0
+        if ok is False:
+            assert torch.equal(ours, buffer)
+
+    @pytest.mark.parametrize("form", ["standard", "gram"])
+    @pytest.mark.parametrize("shape", [(48, 80), (2, 40, 72), (80, 48)])
+    def test_iterations_agree_with_torch(form: str, shape: tuple[int, ...]) -> None:
+        """The same rounding points: what is left are sums in another order."""
+        resolved = resolve_coefficients("jordan", 5)
+        restarts = find_restart_steps(resolved.steps) if form == "gram" else None
+        x = torch.randn(shape)
+        results = [
+            iterate(x, resolved.steps, restarts, 1.0, torch.float16, backend).double()
+            for backend in ("triton", "torch")
+        ]
+        exact = iterate(x.double(), resolved.steps, None, 1.0, torch.float64)
+        errors = [((result - exact).norm() / exact.norm()).item() for result in results]
+        assert errors[0] <= 1.5 * errors[1]
+        assert errors[1] < 5e-3
+
+    @pytest.mark.parametrize("name", ["jordan", "polar_express_modded", "cubic5"])
+    @pytest.mark.parametrize("shape", [(3, 24, 60), (2, 60, 17), (2, 5, 33)])
+    def test_one_program_a_matrix(name: str, shape: tuple[int, ...]) -> None:
+        resolved = resolve_coefficients(name, 5)
+        restarts = find_restart_steps(resolved.steps)
+        x = torch.randn(shape) * torch.logspace(-20, 10, shape[0])[:, None, None]
+        out = torch.full(shape, float("nan"), dtype=torch.float16)
+        small_gram_newton_schulz(x, [c for s in resolved.steps for c in s], restarts, resolved.safety_factor, out)
+        exact = iterate(x.double(), resolved.steps, None, resolved.safety_factor, torch.float64)
+        by_products = iterate(x, resolved.steps, restarts, resolved.safety_factor, torch.float16, "torch")
+        error, other = ((y.double() - exact).norm() / exact.norm() for y in (out, by_products))
+        assert error <= max(2 * other, 2e-3)
+
+    def test_one_program_shows_zero_and_infinity() -> None:
+        x = torch.zeros(2, 16, 32)
+        x[1, 3, 4] = float("inf")
+        out = torch.empty(2, 16, 32, dtype=torch.float16)
+        small_gram_newton_schulz(x, [3.4445, -4.7750, 2.0315] * 5, (2,), 1.0, out)
+        assert out[0].count_nonzero() == 0
+        assert not out[1].isfinite().any()
