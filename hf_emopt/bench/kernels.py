@@ -84,7 +84,7 @@ def _torch_muon() -> Implementation:
 
 
 def _gram_newton_schulz_package() -> Implementation:
-    from gram_newton_schulz import GramNewtonSchulz
+    from gram_newton_schulz import GramNewtonSchulz  # type: ignore[import-not-found]
 
     steps = [list(step) for step in JORDAN.steps]
     instance = GramNewtonSchulz(ns_coefficients=steps, gram_newton_schulz_reset_iterations=[2])
@@ -98,13 +98,13 @@ def _gram_newton_schulz_package() -> Implementation:
 
 
 def _dion() -> Implementation:
-    from dion.newton_schulz_triton import newton_schulz_triton
+    from dion.newton_schulz_triton import newton_schulz_triton  # type: ignore[import-not-found]
 
     return lambda x: newton_schulz_triton(x)
 
 
 def _emerging() -> Implementation:
-    from emerging_optimizers.orthogonalized_optimizers import muon_utils
+    from emerging_optimizers.orthogonalized_optimizers import muon_utils  # type: ignore[import-not-found]
 
     def call(x: Tensor) -> Tensor:
         if x.shape[0] > 1:

@@ -10,7 +10,7 @@ import pytest
 
 sys.path[:0] = [str(Path(__file__).parents[1] / name) for name in ("distributed", "integrations")]
 
-from harness import Worlds
+from harness import Worlds  # noqa: E402 - the path above
 
 
 @pytest.fixture(scope="session")
