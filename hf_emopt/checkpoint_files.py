@@ -250,7 +250,12 @@ def read_distributed(path: Path, only_description: bool = False) -> dict[str, An
         elif isinstance(entry, BytesStorageMetadata):
             wanted[key] = None
     try:
-        load_distributed(wanted, storage_reader=reader, planner=_SafePlanner(), no_dist=True)
+        load_distributed(
+            wanted,
+            storage_reader=reader,
+            planner=_SafePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            no_dist=True,
+        )
     except Exception as error:
         raise CheckpointError(f"{path} cannot be read: {str(error).strip().splitlines()[-1]}") from error
     nested: dict[Any, Any] = {}

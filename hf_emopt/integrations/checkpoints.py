@@ -76,7 +76,12 @@ def hook_trainer() -> None:
                 continue
             setattr(trainer.Trainer, name, _preceded(getattr(original, MARK, original), action))
 
-    replaced = {"_load_optimizer_and_scheduler": _loading, "_load_from_checkpoint": _loading_model, "train": _resuming}
+    replaced = {
+        "_load_optimizer_and_scheduler": _loading,
+        "_load_from_checkpoint": _loading_model,
+        "_save_checkpoint": _saving,
+        "train": _resuming,
+    }
     for name, replace in replaced.items():
         original = getattr(trainer.Trainer, name, None)
         if original is not None:
@@ -188,6 +193,20 @@ def _load_schedule(self: trainer.Trainer, ours: Any, checkpoint: str, foreign: b
         kept = {key: value for key, value in saved.items() if not isinstance(value, (list, tuple))}
         saved = {**scheduler.state_dict(), **kept, "_last_lr": rates}
     scheduler.load_state_dict(saved)
+
+
+def _saving(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``Trainer._save_checkpoint``: a folder that is written over is not whole until it has been written to its end."""
+
+    @functools.wraps(original)
+    def method(self: trainer.Trainer, model: Any, trial: Any, *args: Any, **kwargs: Any) -> Any:
+        if _is_ours(self) and self.args.should_save:
+            folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+            (folder / "trainer_state.json").unlink(missing_ok=True)
+        return original(self, model, trial, *args, **kwargs)
+
+    setattr(method, MARK, original)
+    return method
 
 
 def _resuming(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from harness import Worlds
-from runs import RULE_NAMES, resumed_run, saved_run
 from torch import Tensor
 from zoo import assert_close
+
+from runs import RULE_NAMES, resumed_run, saved_run
 
 EXTRA = pytest.mark.ranks34
 
@@ -50,7 +51,8 @@ def same_layout_cases() -> list[Any]:
     for index, rule in enumerate(RULE_NAMES):
         for moment, at in enumerate((0, 1, 7)):
             for position, (layout, how) in enumerate(ways):
-                marks = () if (index + moment) % len(ways) == position or at == 7 and position < 2 else (EXTRA,)
+                chosen = (index + moment) % len(ways) == position or (at == 7 and position < 2)
+                marks = () if chosen else (EXTRA,)
                 cases.append(pytest.param(rule, at, layout, how, marks=marks, id=f"{rule}-{at}-{layout}-{how}"))
     return cases
 
