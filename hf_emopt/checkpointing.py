@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = ["consolidate", "emitted", "left_behind", "loaded", "only_initializes"]
 
+_LOW_BITS = "weight_low_bits"
+
 
 def only_initializes(optimizer: MatrixOptimizer, engine: Engine) -> bool:
     """Whether this step asks for nothing but the existence of state, and if so, makes it.
@@ -117,6 +119,8 @@ def emitted(optimizer: MatrixOptimizer, plain_state_dict: Callable[[], dict[str,
         # A part of a whole must not stand beside, or in place of, the whole.
         own = {} if owned and not isinstance(param, DTensor) else optimizer.state.get(param, {})
         entry = {**own, **whole.get(name, {})}
+        if isinstance(param, DTensor) and _LOW_BITS in entry:  # no backend gathers int16
+            entry[_LOW_BITS] = entry[_LOW_BITS].to(torch.int32)
         if entry:
             state[index] = dict(sorted(entry.items()))  # in one order on all ranks: gathering it is a collective
     if owned and not whole:  # another rank has it
@@ -132,6 +136,9 @@ def loaded(optimizer: MatrixOptimizer, state_dict: dict[str, Any]) -> None:
         ValueError: when it does not fit; the optimizer is then as it was.
     """
     by_name, groups = (from_adamw if is_adamw(state_dict) else matched)(optimizer, state_dict)
+    for name, entry in by_name.items():
+        if _LOW_BITS in entry:
+            by_name[name] = {**entry, _LOW_BITS: entry[_LOW_BITS].to(torch.int16)}
     if optimizer._engine is not None:
         optimizer._engine.settle()
         optimizer._transforms += optimizer._engine.transform_count
