@@ -153,7 +153,8 @@ class Runner:
                 elapsed += self._now() - started
                 curve.append((step, self.evaluate(), elapsed))
                 started = self._now()
-        point = {"optim": name, "lr": lr, "seed": seed, "steps": steps, "curve": curve}
+        device = torch.cuda.get_device_name() if self.device.type == "cuda" else platform.processor() or "CPU"
+        point = {"optim": name, "lr": lr, "seed": seed, "steps": steps, "curve": curve, "device": device}
         if isinstance(optimizer, MatrixOptimizer):
             expected = optimizer.routes.matrix_count * steps
             if optimizer.transform_count != expected:
@@ -268,7 +269,9 @@ def table(result: dict[str, Any]) -> str:
         lines.append(f"| {name} | {', '.join(cells)} |")
     adamw = [p for p in points if p["optim"] == "adamw" and p["lr"] == best["adamw"]]
     target = {p["seed"]: final(p) for p in adamw}
-    seconds = statistics.mean(p["curve"][-1][2] for p in adamw)
+    seconds: dict[str, list[float]] = {}  # by device: seconds compare on one alone
+    for p in adamw:
+        seconds.setdefault(p.get("device", ""), []).append(p["curve"][-1][2])
     lines += [
         "",
         f"Target: the final loss of AdamW's best learning rate at the same seed, {statistics.mean(target.values()):.3f} in "
@@ -280,12 +283,17 @@ def table(result: dict[str, Any]) -> str:
     for name in names:
         mine = [p for p in points if p["optim"] == name and p["lr"] == best.get(name) and p["seed"] in target]
         reached = [r for r in (reach(p, target[p["seed"]]) for p in mine) if r is not None]
+        ratios = [
+            r[1] / statistics.mean(seconds[p.get("device", "")])
+            for p, r in zip(mine, reached)
+            if p.get("device", "") in seconds
+        ]
         losses = ", ".join(f"{final(p):.3f}" for p in mine)
         ms = 1000 * statistics.mean(p["curve"][-1][2] / p["steps"] for p in mine)
         ratio, took = "not reached", "-"
         if len(reached) == len(mine):
             ratio = f"{statistics.mean(r[0] for r in reached) / mine[0]['steps']:.2f}"
-            took = f"{statistics.mean(r[1] for r in reached) / seconds:.2f}"
+            took = f"{statistics.mean(ratios):.2f}" if ratios else "other device"
         lines.append(f"| {name} | {best.get(name):g} | {losses} | {ms:.1f} | {ratio} | {took} |")
     short = [p for p in result["points"] if p["steps"] < points[0]["steps"]]
     if short:

@@ -33,10 +33,10 @@ def build_model(args: argparse.Namespace) -> Any:
     return model.to(args.device)
 
 
-def now(device: str) -> float:
-    if device == "cuda":
+def now(args: argparse.Namespace) -> float:
+    if args.device == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter()
+    return time.process_time() if args.processor_time else time.perf_counter()
 
 
 def measure(args: argparse.Namespace, name: str, refresh: str | None) -> dict[str, Any]:
@@ -61,9 +61,9 @@ def measure(args: argparse.Namespace, name: str, refresh: str | None) -> dict[st
     for step in range(args.frequency * (2 + args.periods)):
         for p in model.parameters():
             p.grad = torch.randn(p.shape, generator=generator, device=args.device)
-        started = now(args.device)
+        started = now(args)
         optimizer.step()
-        elapsed = 1000 * (now(args.device) - started)
+        elapsed = 1000 * (now(args) - started)
         if step >= 2 * args.frequency:
             milliseconds.append(elapsed)
     del optimizer, model
@@ -85,6 +85,10 @@ def main() -> None:
     parser.add_argument("--periods", type=int, default=5)
     parser.add_argument("--precision", default="highest")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--processor-time", dest="processor_time", action="store_true",
+        help="of this process, all threads, where others share the processor",
+    )  # fmt: skip
     parser.add_argument("--optim", nargs="+", default=["soap", "shampoo", "kl_shampoo"])
     parser.add_argument("--refresh", nargs="+", default=["synchronous", "staggered", "async"])
     parser.add_argument("--out", type=Path)
