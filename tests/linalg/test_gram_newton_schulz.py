@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_emopt.linalg import NS_COEFFICIENTS, ResolvedCoefficients, newton_schulz
-from hf_emopt.linalg.gram_newton_schulz import _singular_values, _worst_error, find_restart_steps, iterate
+from hf_emopt.linalg.gram_newton_schulz import _worst_ratio, find_restart_steps, iterate
 from hf_emopt.linalg.symmetric import momentum_cast, normalize_cast, symmul, syrk
 from hf_emopt.linalg.triton import configs, runtime
 
@@ -87,14 +87,14 @@ class TestAccuracy:
         assert result.max() <= high + slack
         assert result.gather(-1, reached[:, None] - 1).min() >= low - slack
 
-    def test_a_large_matrix_keeps_its_small_entries(self) -> None:
-        """At 512 x 8,192 entries of the normalized matrix are 5e-4 and those of its Gram matrix 2e-5, below what float16
-        holds without loss; the powers of two keep them."""
-        x = torch.randn(1, 512, 8192)
+    def test_a_long_matrix(self) -> None:
+        """At 256 x 8,192 the entries of the normalized matrix and of its Gram matrix are near the end of float16's range; the
+        powers of two keep them as accurate as those of a small matrix."""
+        x = torch.randn(1, 256, 8192)
         resolved = NS_COEFFICIENTS["jordan"].resolve()
-        expected = exact(x, resolved)
-        result = iterate(x, resolved.steps, find_restart_steps(resolved.steps), 1.0, torch.float16)
-        assert errors(result, expected).item() < 1.5e-3
+        restarts = find_restart_steps(resolved.steps)
+        result = iterate(x, resolved.steps, restarts, 1.0, torch.float16)
+        assert errors(result, exact(x, resolved)).item() < 2.5e-3
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
     @pytest.mark.parametrize("shape", [(24, 40), (40, 24), (3, 24, 60), (2, 2, 5, 9)])
@@ -115,8 +115,9 @@ class TestAccuracy:
 
 class TestRestarts:
     def test_places(self) -> None:
-        assert find_restart_steps(NS_COEFFICIENTS["jordan"].resolve().steps) == (2,)
-        assert find_restart_steps(NS_COEFFICIENTS["polar_express_dao"].resolve().steps) == (2,)
+        assert find_restart_steps(NS_COEFFICIENTS["jordan"].resolve().steps) == (3,)
+        assert find_restart_steps(NS_COEFFICIENTS["polar_express"].resolve().steps) == (3,)
+        assert find_restart_steps(NS_COEFFICIENTS["you"].resolve().steps) == (2,)
         assert len(find_restart_steps(NS_COEFFICIENTS["deepseek_v4"].resolve().steps)) == 3
         assert find_restart_steps(((1.875, -1.25, 0.375),)) == ()
 
@@ -125,10 +126,9 @@ class TestRestarts:
         import itertools
 
         steps = NS_COEFFICIENTS["you"].resolve().steps
-        sigma = _singular_values()
-        chosen = _worst_error(steps, find_restart_steps(steps, restarts), sigma)
-        for places in itertools.combinations(range(1, 5), restarts):
-            assert chosen <= _worst_error(steps, places, sigma)
+        every = list(itertools.combinations(range(1, 5), restarts))
+        chosen = _worst_ratio(steps, [find_restart_steps(steps, restarts)])
+        assert chosen[0] == min(_worst_ratio(steps, every))
 
     def test_none_is_what_makes_the_form_fail(self) -> None:
         """The reason for restarts, and a check that the error model and the arithmetic tell the same story."""
