@@ -204,6 +204,8 @@ class Engine:
                 self._exchanges.clear()
             param = self.parameter(bucket, present[0])
             dtype = param.dtype if exact else self._wire(param)
+            if bucket.local and bucket.storage.replicas == 1 and not exact:  # nothing is sent, so nothing is rounded
+                dtype = torch.promote_types(param.dtype, torch.float32)
             grid = self.grid_of_bucket(bucket)
             self._exchanges[key] = Exchange(bucket, grid, present, dtype, compute_device(param))
         return self._exchanges[key]

@@ -28,7 +28,7 @@ from hf_emopt.distributed.layout import (
     storage_of,
     takes_all_ranks,
 )
-from hf_emopt.distributed.plan import MAX_BUCKET_NUMEL, Bucket, Plan, PlannedParameter
+from hf_emopt.distributed.plan import MAX_BUCKET_NUMEL, Bucket, Plan, PlannedParameter, make_plan
 from hf_emopt.engine import Engine, build_grids
 from hf_emopt.groups import GroupBuilder, ParamsArgument, describe_torch_group, unpack_units
 from hf_emopt.routing.route import ParameterRoute, RouteTable, coverage_warning
@@ -180,7 +180,10 @@ class MatrixOptimizer(torch.optim.Optimizer):
         """The route table, the groups, what a step does and how it is batched, as text."""
         rule_line = next((self.rule.describe(g) for g in self.param_groups if g["kind"] == "matrix"), "no matrices")
         groups = "\n".join("  " + describe_torch_group(g) for g in self.param_groups)
-        plan = self._current_engine().plan
+        if self._engine is not None and self._planned_for == self._identity():
+            plan = self._engine.plan
+        else:  # of its own: to plan anew in the middle of a run takes all ranks
+            plan = make_plan(self.planned_parameters(self._grids()))
         return f"{self.routes}\n{rule_line}\ngroups:\n{groups}\n{plan}"
 
     @property
@@ -217,9 +220,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
             ok = agreement.ok
             self._skipped.setdefault(ok.device, torch.zeros((), device=ok.device)).add_((~ok).float())
         groups = [self._applied(group) for group in self.param_groups]
-        tasks = [
-            *self._tasks(engine.plan, step_bucket, groups),
+        tasks = [  # the embedding, which a forward pass needs first, is among the latter
             *self._tasks(engine.aux_plan, step_aux_bucket, groups),
+            *self._tasks(engine.plan, step_bucket, groups),
         ]
         planned = {p.name for bucket in engine.aux_plan.buckets for p in bucket.parameters}
         for index, group in enumerate(self.param_groups):
@@ -255,7 +258,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
         """The group as this step sees it; a scheduler may change the learning rate before a delayed update is applied."""
         if group["low_precision_weights"] == "stochastic":
             group["rounding_seed"] = group.get("rounding_seed", 0) + 1
-        return dict(group) if self._overlaps else group
+        if not self._overlaps:
+            return group
+        return {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
 
     def _current_engine(self) -> Engine:
         """The plans for the parameters as they are now; wrappers swap Parameter objects after construction."""
@@ -264,11 +269,28 @@ class MatrixOptimizer(torch.optim.Optimizer):
             self._engine, self._planned_for = self._make_engine(), identity
         return self._engine
 
+    def _check_overlap(self) -> None:
+        """Refuses to put updates off where a forward pass would not wait for them."""
+        model = self._model() if self._overlaps and self._model is not None else None
+        if model is None:
+            return
+        if any(isinstance(p, DTensor) for g in self.param_groups for p in g["params"]):
+            raise UnsupportedLayoutError(
+                "overlap_param_gather=True puts off updates of parameters that every rank holds whole (DDP); sharded ones "
+                "are gathered by FSDP before a forward hook of ours could finish them: leave it out under FSDP2 and HSDP"
+            )
+        if getattr(model, "_compiled_call_impl", None) is not None or type(model).__name__ == "OptimizedModule":
+            raise UnsupportedLayoutError(
+                "overlap_param_gather=True needs forward hooks, and a compiled model has none: leave it out, or compile the "
+                "model's blocks one by one"
+            )
+
     def _identity(self) -> tuple[Any, ...]:
         # Shapes too: a wrapper may leave the Parameter and put another tensor into it.
         return tuple((id(p), p.shape, p.dtype, p.device) for g in self.param_groups for p in g["params"])
 
     def _make_engine(self) -> Engine:
+        self._check_overlap()
         whole = left_behind(self)
         grids = self._grids()
         engine = Engine(
@@ -283,11 +305,6 @@ class MatrixOptimizer(torch.optim.Optimizer):
         )
         if whole is not None:
             keep_owned(engine, whole)
-        if self._overlaps and any(isinstance(p, DTensor) for g in self.param_groups for p in g["params"]):
-            raise UnsupportedLayoutError(
-                "overlap_param_gather=True puts off updates of parameters that every rank holds whole (DDP); sharded ones "
-                "are gathered by FSDP before a forward hook of ours could finish them: leave it out under FSDP2 and HSDP"
-            )
         self._delayed.attach(self._model() if self._overlaps and self._model is not None else None)
         return engine
 

@@ -42,22 +42,18 @@ class Part:
     state: State
 
 
-def pipeline(tasks: Iterable[Task], leave: bool = False) -> deque[Task]:
+def pipeline(tasks: Iterable[Task]) -> None:
     """Runs tasks so that each collective has the mathematics of other buckets to hide behind.
 
     A task begins, then those begun before it go on by one stage each, latest first: so the next bucket's bytes are on
     their way before this bucket's products are queued.
-
-    Args:
-        leave: stop when all have begun, and return what is left to do.
     """
     begun: deque[Task] = deque()
     for task in tasks:
         begun.appendleft(task)
         _advance(begun)
-    while begun and not leave:
+    while begun:
         _advance(begun)
-    return begun
 
 
 def _advance(begun: deque[Task]) -> None:
@@ -80,7 +76,8 @@ def step_bucket(engine: Engine, index: int, bucket: Bucket, present: Sequence[in
     """
     grid = engine.grid_of_bucket(bucket)
     params = [engine.parameter(bucket, i) for i in present]
-    owned = [s for s in bucket.owned(grid.position) if s.parameter in set(present)]
+    chosen = set(present)
+    owned = [s for s in bucket.owned(grid.position) if s.parameter in chosen]
     row = {i: k for k, i in enumerate(present)}
     rounds = [engine.next_round(engine.state_of(bucket, i)) for i in present]
     sharded = isinstance(params[0], DTensor)  # state lies as the parameter does, also where there is but one shard
@@ -114,8 +111,9 @@ def step_bucket(engine: Engine, index: int, bucket: Bucket, present: Sequence[in
         _apply([parts[k] for k in moving], [updates[k] for k in moving], group, ok, generator)
         return
     if not sharded and needs_master(params[0]):  # weights travel: what their dtype cannot hold stays with the owner
-        chosen = [k for k, s in enumerate(owned) if row[s.parameter] in moving]
-        _apply([parts[k] for k in chosen], [updates[k] for k in chosen], group, ok, generator)
+        awake = set(moving)
+        applied = [k for k, s in enumerate(owned) if row[s.parameter] in awake]
+        _apply([parts[k] for k in applied], [updates[k] for k in applied], group, ok, generator)
         yield from _gather([p.weight for p in parts], [local_tensor(p) for p in params], exchange)
         return
     arrival = exchange.give(updates)
@@ -215,7 +213,9 @@ class _Transform:
         self.grid = engine.grid_of_bucket(bucket)
         # Batches are the plan's, of all segments; those of parameters without a gradient are left out row by row.
         every = bucket.owned(self.grid.position)
-        self.position_of = {k: i for i, segment in enumerate(every) for k, o in enumerate(owned) if o is segment}
+        place = {id(segment): k for k, segment in enumerate(owned)}
+        self.position_of = {place[id(segment)]: i for i, segment in enumerate(every) if id(segment) in place}
+        self.owned_at = {i: k for k, i in self.position_of.items()}
         self.every = every
         self.batches = engine.batches(index, bucket)
         self.targets: list[Tensor] = []
@@ -223,8 +223,7 @@ class _Transform:
 
     def _jobs(self, batch: Batch) -> list[tuple[int, Unit]]:
         """``(index into owned, unit)`` of what takes part."""
-        back = {i: k for k, i in self.position_of.items()}
-        return [(back[i], self.every[i].units[u]) for i, u in batch.jobs if i in back]
+        return [(self.owned_at[i], self.every[i].units[u]) for i, u in batch.jobs if i in self.owned_at]
 
     def stack(self, inputs: list[Tensor | None], like: Tensor) -> list[Tensor | None]:
         """One ``(B, m, n)`` for each batch; where inputs are still to arrive, room for them in :attr:`targets`."""
@@ -304,7 +303,7 @@ class _Transform:
 
     def _rows(self, batch: Batch) -> list[int]:
         """Places, in the batch, of the matrices that take part."""
-        here, offset = set(self.position_of.values()), 0
+        here, offset = self.owned_at, 0
         rows: list[int] = []
         for (i, _), size in zip(batch.jobs, batch.sizes):
             if i in here:
@@ -315,7 +314,7 @@ class _Transform:
     def _clock(self, batch: Batch, key: tuple[int, int] | None) -> Clock:
         if not self.engine.rule.scheduled:
             return Clock((1,) * batch.count)
-        here = set(self.position_of.values())
+        here = self.owned_at
         jobs = [(self.every[i], u, size) for (i, u), size in zip(batch.jobs, batch.sizes) if i in here]
         return Clock(
             tuple(self.rounds[s.parameter] for s, _, size in jobs for _ in range(size)),
@@ -335,7 +334,8 @@ def step_aux_bucket(engine: Engine, index: int, bucket: Bucket, present: Sequenc
     """AdamW on replicated parameters: each rank steps the rows that it owns and passes the weights on."""
     grid = engine.grid_of_bucket(bucket)
     params = [engine.parameter(bucket, i) for i in present]
-    owned = [s for s in bucket.owned(grid.position) if s.parameter in set(present)]
+    chosen = set(present)
+    owned = [s for s in bucket.owned(grid.position) if s.parameter in chosen]
     ok = engine.ok_on(params[0].device)
     mine = {s.parameter for s in owned}
     engine.count_step([engine.state_of(bucket, i) for i in present if i not in mine], ok)

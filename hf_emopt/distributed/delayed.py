@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -12,15 +12,15 @@ from torch import Tensor, nn
 __all__ = ["DelayedUpdates"]
 
 Task = Iterator[None]
-Pipeline = Callable[[Iterable[Task], bool], "deque[Task]"]
 
 
 class DelayedUpdates:
     """Tasks that have started their collective, and hooks that finish them before anything reads what they change.
 
     Hooks sit on the blocks of the model (the members of its ``nn.ModuleList`` s) and finish what a block's parameters wait
-    for, then on the model itself for parameters outside of blocks, and on every module's ``state_dict``. What reads a
-    parameter's data in another way has to call ``synchronize()`` of the optimizer first.
+    for; on the model itself, for parameters outside of blocks; on every module that has parameters of its own, which may be
+    called by itself; and on every module's ``state_dict``. What reads a parameter's data in another way, or in a compiled
+    graph that was made before the first step, has to call ``synchronize()`` of the optimizer first.
     """
 
     def __init__(self) -> None:
@@ -39,6 +39,10 @@ class DelayedUpdates:
         for block in blocks:
             self._before(block, frozenset(id(p) for p in block.parameters()))
         self._before(model, frozenset(id(p) for p in model.parameters() if id(p) not in inside))
+        for module in model.modules():  # a part of the model may be called by itself
+            own = frozenset(id(p) for p in module.parameters(recurse=False))
+            if own:
+                self._before(module, own)
         for module in model.modules():
             self._hooks.append(module.register_state_dict_pre_hook(lambda *_: self.finish()))
 
@@ -57,17 +61,19 @@ class DelayedUpdates:
 
     @torch.no_grad()
     def finish(self, parameters: frozenset[int] | None = None) -> None:
-        """Finishes all tasks, or those up to the last that changes one of the given parameters (by ``id``).
+        """Finishes all tasks, or those that change one of the given parameters (by ``id``).
 
-        In the order they were begun, since later stages are collectives too.
+        In any order: under DDP, the only layout that puts updates off, nothing is sent after a task's first stage.
         """
-        last = len(self._waiting)
-        if parameters is not None:
-            last = max((i + 1 for i, (_, changed) in enumerate(self._waiting) if changed & parameters), default=0)
-        for _ in range(last):
-            task, _ = self._waiting.popleft()
+        left: deque[tuple[Task, frozenset[int]]] = deque()
+        while self._waiting:
+            task, changed = self._waiting.popleft()
+            if parameters is not None and not changed & parameters:
+                left.append((task, changed))
+                continue
             for _ in task:
                 pass
+        self._waiting = left
 
     def __len__(self) -> int:
         return len(self._waiting)

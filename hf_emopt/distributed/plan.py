@@ -390,11 +390,11 @@ class _Assignment:
         world = storage.world_size
         pieces: dict[str, tuple[PlannedParameter, int, int]] = {}
         for p in members:
-            stack = p.is_stack and p.storage.shape[0] > 1
-            cuts = _even_cuts(0, p.storage.shape[0], world) if stack else [(0, p.storage.shape[0])]
+            rows = p.storage.shape[0] if p.storage.shape else 1
+            cuts = _even_cuts(0, rows, world) if p.is_stack and rows > 1 else [(0, rows)]
             for start, stop in cuts:
                 pieces[f"{p.name}|{start:08}"] = (p, start, stop)
-        costs = {key: p.cost * (b - a) // max(1, p.storage.shape[0]) for key, (p, a, b) in pieces.items()}
+        costs = {key: p.cost * (b - a) // max(1, *p.storage.shape[:1], 1) for key, (p, a, b) in pieces.items()}
         one_axis = storage.shards == 1 or storage.replicas == 1
         shareable = {key: p.shard_cost for key, (p, _, _) in pieces.items() if p.shard_cost is not None and one_axis}
         if max(costs.values(), default=0) * world <= sum(costs.values()):
@@ -434,6 +434,8 @@ def _even_cuts(start: int, stop: int, parts: int) -> list[tuple[int, int]]:
 def _rows(parameter: PlannedParameter, start: int, stop: int, owner: int, cost: int) -> Segment:
     """Rows ``start:stop`` of a stack, or the whole of anything else."""
     shape = parameter.storage.shape
+    if not shape:
+        return Segment(0, (), owner, parameter.units, cost)
     box = ((start, stop), *full_box(shape)[1:])
     units = parameter.units
     if (start, stop) != (0, shape[0]):

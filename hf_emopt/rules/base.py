@@ -31,7 +31,8 @@ class Clock:
     """What time it is for each matrix of a batch. Known on the host, so that schedules need no synchronization.
 
     Attributes:
-        rounds: optimizer steps that each matrix took part in, this one counted, so 1 the first time.
+        rounds: optimizer steps that each matrix took part in, this one counted, so 1 the first time. Steps that the device
+            skipped are counted too, since the host does not know of them.
         slots: for each matrix, the step within a period at which each piece of its periodic work is due, as
             :meth:`MatrixRule.periodic_costs` counts pieces; spread over the period by cost.
         key: names the batch, when all its matrices are present and the unit state is the batch's own; ``None`` when the

@@ -1,0 +1,95 @@
+"""Updates that arrive behind the next forward pass, and parameters of every number of dimensions under DDP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import World
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from zoo import assert_close, weights
+
+import hf_emopt
+
+
+class Net(nn.Module):
+    """An embedding, blocks, a head, and a gain without a dimension (as CLIP's ``logit_scale``)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(16, 12)
+        self.blocks = nn.ModuleList(nn.Linear(12, 12) for _ in range(3))
+        self.head = nn.Linear(12, 16, bias=False)
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        out: Tensor = self.head(x) * self.scale
+        return out
+
+
+def run(steps: int = 3, overlap: bool = False, tensor_lr: bool = False) -> dict[str, Any]:
+    model = Net()
+    lr = torch.tensor(0.02) if tensor_lr else 0.02
+    optimizer = hf_emopt.Muon(model, lr=lr, ns_dtype="float32", overlap_param_gather=overlap)
+    wrapped = DistributedDataParallel(model) if dist.is_initialized() else model
+    waiting: list[int] = []
+    model.blocks[0].register_forward_hook(lambda *_: waiting.append(len(optimizer._delayed)))
+    embedded = []
+    for step in range(steps):
+        ids = torch.randint(0, 16, (4, 8), generator=torch.Generator().manual_seed(step))
+        wrapped(ids).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if tensor_lr:
+            optimizer.param_groups[0]["lr"].mul_(0.5)  # as a scheduler does, before the update has arrived
+        with torch.no_grad():
+            embedded.append(model.embed(ids[:1, :1]).clone())  # a part of the model by itself
+    optimizer.synchronize()
+    return {"weights": weights(model), "waiting": waiting, "embedded": embedded}
+
+
+@pytest.mark.parametrize("tensor_lr", [False, True])
+def test_everything_reads_the_new_weights(two: World, tensor_lr: bool) -> None:
+    alone = run(tensor_lr=tensor_lr)
+    for overlap in (False, True):
+        for result in two.run(run, overlap=overlap, tensor_lr=tensor_lr):
+            assert_close(result["weights"], alone["weights"], 1e-5)
+            for found, wanted in zip(result["embedded"], alone["embedded"], strict=True):
+                torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+
+
+def many_buckets() -> dict[str, Any]:
+    import hf_emopt.distributed.plan as plan
+
+    limit, plan.MAX_BUCKET_NUMEL = plan.MAX_BUCKET_NUMEL, 200
+    defaults, plan.make_plan.__defaults__ = plan.make_plan.__defaults__, (200, False)
+    try:
+        return run(overlap=True)
+    finally:
+        plan.MAX_BUCKET_NUMEL, plan.make_plan.__defaults__ = limit, defaults
+
+
+def test_blocks_begin_while_later_ones_wait(two: World) -> None:
+    for result in two.run(many_buckets):
+        assert result["waiting"][0] == 0
+        assert all(count > 0 for count in result["waiting"][1:])
+
+
+def compiled() -> None:
+    model = Net()
+    model.compile(backend="eager")
+    optimizer = hf_emopt.Muon(model, overlap_param_gather=True)
+    model(torch.zeros(1, 2, dtype=torch.int64)).sum().backward()
+    optimizer.step()
+
+
+def test_compiled_models_are_refused() -> None:
+    with pytest.raises(RuntimeError, match="compiled model"):
+        compiled()
