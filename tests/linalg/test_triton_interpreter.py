@@ -2,7 +2,8 @@
 
 What the interpreter does otherwise than a GPU, and how these tests bear it: ``tl.dot`` multiplies the bit patterns of
 bfloat16 (the kernels multiply in float32 there), float32 is cut to bfloat16 instead of rounded (bounds for bfloat16 are
-twice as wide, exact tests use numbers that need no rounding), and several tilings of one kernel cannot be autotuned (no kernel is).
+twice as wide, exact tests use numbers that need no rounding), and several tilings of one kernel cannot be autotuned (no
+kernel is).
 """
 
 from __future__ import annotations
