@@ -1,6 +1,6 @@
 """Symmetric products and whole orthogonalizations on this GPU: what docs/kernels.md reports.
 
-python benchmarks/kernels.py --output benchmarks/results/kernels.json
+python benchmarks/kernel_times.py --output benchmarks/results/kernels.json
 """
 
 from __future__ import annotations
