@@ -184,7 +184,7 @@ class Reader(TrainerCallback):
         ({"is_fsdp_enabled": True}, False),
         ({"callback": Reader()}, False),
     ],
-    ids=str,
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else str(value),
 )
 def test_overlap_is_on_where_nothing_reads_parameters_in_between(change: dict[str, Any], applies: bool) -> None:
     trainer: Any = object.__new__(hf_emopt.EmoptTrainer)
