@@ -59,8 +59,8 @@ class SOAP(MatrixOptimizer):
         compat: ``"paper"`` follows the reference implementation step by step; needs ``refresh="synchronous"``.
         aux_lr, aux_betas, aux_eps, aux_weight_decay: of the AdamW part; ``None`` takes the matrices' value.
         matrix_modules, aux_modules: regular expressions on dotted parameter names that override the routing.
-        low_precision_weights, per_head, allow_no_matrices, skip_nonfinite, transport_dtype, overlap_param_gather,
-            process_group: as for :class:`Muon`.
+        low_precision_weights, per_head, allow_no_matrices, skip_nonfinite: as for :class:`Muon`.
+        transport_dtype, overlap_param_gather, process_group: as for :class:`Muon`.
 
     Raises:
         ValueError: when a value is out of range, or no parameter is a matrix.
