@@ -94,10 +94,14 @@ def emitted(optimizer: MatrixOptimizer, plain_state_dict: Callable[[], dict[str,
     """
     if not any("step" in state for state in optimizer.state.values()):
         return plain_state_dict()
-    engine, whole = optimizer._current_engine(), optimizer._consolidated
+    engine, whole = optimizer._engine, optimizer._consolidated
+    unready = whole is None and not optimizer._only_initialized
+    # Asked of the plan as it is: to plan anew is a collective, and this may be one rank alone.
+    if engine is None or not (unready and engine.has_owned_state):
+        engine = optimizer._current_engine()
     engine.settle()
     if engine.has_owned_state and whole is None:
-        if not optimizer._only_initialized:
+        if unready:
             raise RuntimeError(
                 "the optimizer's state lies with the owners of its matrices, on several ranks: call "
                 "optimizer.consolidate_state_dict() on all ranks first (Trainer and hf_emopt.Accelerator do), then "

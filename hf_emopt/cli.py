@@ -41,11 +41,12 @@ def build_parser() -> argparse.ArgumentParser:
         description="hf-emopt launch --config_file FILE SCRIPT ...: options are those of `accelerate launch`.",
         add_help=False,
     )
+    _add_inspect(commands)
     _add_bench(commands)
     return parser
 
 
-def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_inspect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     inspect = commands.add_parser(
         "inspect",
         help="what is in a checkpoint: rules, steps, dtypes and bytes of each parameter",
@@ -54,6 +55,9 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     inspect.add_argument("checkpoint", help="a folder or a file")
     inspect.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     bench = commands.add_parser("bench", help="measurements on this machine")
     kernels = bench.add_subparsers(dest="bench", required=True).add_parser(
         "kernels",

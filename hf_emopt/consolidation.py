@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from hf_emopt.distributed.agreement import control_device
 from hf_emopt.distributed.layout import Storage, chunk_boxes, storage_of
 from hf_emopt.distributed.plan import Bucket, PlannedParameter, Segment
-from hf_emopt.engine import Engine, part_of
+from hf_emopt.engine import Engine, compute_device, part_of
 from hf_emopt.rules.base import Group
 from hf_emopt.rules.elementwise import init_adamw_state
 from hf_emopt.rules.masters import init_weight_state
@@ -155,7 +155,7 @@ def whole_unit_state(engine: Engine, bucket: Bucket, i: int, use: Callable[[Tens
     result: State = {}
     for u, unit in enumerate(parameter.units):
         for name, like in sorted(_unit_like(engine, unit.shape, group, param).items()):
-            device = torch.device("cpu") if like.device.type == "cpu" else engine.compute_device(param)
+            device = torch.device("cpu") if like.device.type == "cpu" else compute_device(param)
             whole = torch.empty(like.shape, dtype=like.dtype, device=device)
             offset = 0
             present = f"{name}.{u}" in state
@@ -266,7 +266,7 @@ def _own(engine: Engine, bucket: Bucket, i: int, whole: State, param: Tensor) ->
     position = engine.grid_of_bucket(bucket).position
     held = engine.owned_of(bucket, i)
     mine = [s for s in bucket.owned(position) if s.parameter == i]
-    device = engine.compute_device(param)
+    device = compute_device(param)
     kept: State = {}
     for key in sorted(whole):  # sorted: a DTensor's whole is a collective
         value = whole[key]
@@ -285,7 +285,7 @@ def _own(engine: Engine, bucket: Bucket, i: int, whole: State, param: Tensor) ->
             for segment in mine:
                 like = _unit_like(engine, segment.units[int(u)].shape, group, param)[name]
                 parts.append(value[_unit_place(parameter, segment, int(u), value.shape, like.shape)])
-                device = torch.device("cpu") if like.device.type == "cpu" else engine.compute_device(param)
+                device = torch.device("cpu") if like.device.type == "cpu" else compute_device(param)
             if parts:
                 kept[key] = torch.cat(parts).to(device, copy=True)
     return kept

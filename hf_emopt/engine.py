@@ -19,6 +19,7 @@ from hf_emopt.distributed.layout import (
     ProcessGroupArgument,
     UnsupportedLayoutError,
     grid_of,
+    group_of,
     open_groups,
     single_grid,
 )
@@ -28,11 +29,12 @@ from hf_emopt.rules.base import Group, MatrixRule
 from hf_emopt.rules.elementwise import init_adamw_state
 from hf_emopt.rules.masters import init_weight_state
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "build_grids", "compute_device", "part_of"]
 
 State = dict[str, Tensor]
 
 _MAX_EXCHANGES = 1024
+"""Kept objects for subsets of parameters that have a gradient."""
 
 
 class Engine:
@@ -74,7 +76,11 @@ class Engine:
         self._exchanges: dict[tuple[Any, ...], Exchange] = {}
         self._batches: dict[int, tuple[Batch, ...]] = {}
         self._teams: dict[tuple[int, ...], Any] = {}
-        self._slots = self._assign_slots()
+        self._slots: dict[Matrix, tuple[int, ...]] = {}
+        self._slots_for: tuple[int, ...] = ()
+        self._follow_periods()
+        self._rows: dict[tuple[Any, ...], Tensor] = {}
+        self.shared_aux = frozenset(p.name for bucket in self.aux_plan.buckets for p in bucket.parameters)
         self._prepared = False
 
     # ------------------------------------------------------------------ ranks
@@ -124,7 +130,7 @@ class Engine:
         """Makes the groups of all teams, on all ranks in one order; teams are planned only where all ranks take part."""
         teams = {tuple(b.storage.rank(p) for p in s.team) for b in self.plan.buckets for s in b.segments if s.team}
         for ranks in sorted(teams):
-            group = dist.new_group(list(ranks))
+            group = group_of(ranks)
             if dist.get_rank() in ranks:
                 dist.all_reduce(torch.zeros(1, device=control_device(group)), group=group)
                 self._teams[ranks] = group
@@ -148,6 +154,7 @@ class Engine:
         Args:
             finite: for each device, whether all gradients on it are finite; empty when not checked.
         """
+        self._follow_periods()
         present = frozenset(name for name, p in self._named() if p.grad is not None)
         flag = None
         for device_flag in finite.values():
@@ -216,10 +223,6 @@ class Engine:
         if param.dtype is torch.float64:
             return torch.float64
         return torch.float32 if compute_device(param).type == "cpu" else torch.bfloat16
-
-    def compute_device(self, param: Tensor) -> torch.device:
-        """Where the parameter's matrices are transformed."""
-        return compute_device(param)
 
     # ------------------------------------------------------------------ state
 
@@ -296,6 +299,15 @@ class Engine:
         self.unit_states[key] = storage
         return storage
 
+    def rows(self, rows: Sequence[int], device: torch.device) -> Tensor:
+        """Rows of a batch as an index on the device; kept, since the same parameters tend to be without a gradient."""
+        key = (device, *rows)
+        if key not in self._rows:
+            if len(self._rows) > _MAX_EXCHANGES:
+                self._rows.clear()
+            self._rows[key] = torch.tensor(rows, device=device)
+        return self._rows[key]
+
     def settle(self) -> None:
         """Finishes what a rule computes in the background, so that ``state`` says all there is to say."""
         for key, storage in self.unit_states.items():
@@ -338,6 +350,12 @@ class Engine:
     def slot(self, bucket: Bucket, segment: Segment, unit: int, b: int) -> tuple[int, ...]:
         """Slots of the pieces of a matrix."""
         return self._slots[self._matrix(bucket, segment, unit, b)]
+
+    def _follow_periods(self) -> None:
+        """Assigns slots anew when a period was changed: a slot past the new period would never come."""
+        periods = tuple(self.rule.period(group) for group in self.groups if group["kind"] == "matrix")
+        if periods != self._slots_for:
+            self._slots, self._slots_for = self._assign_slots(), periods
 
 
 def part_of(tensor: Tensor, owned: Sequence[Segment]) -> Tensor | None:

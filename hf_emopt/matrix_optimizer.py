@@ -18,6 +18,7 @@ from hf_emopt.checkpointing import consolidate, emitted, left_behind, loaded, on
 from hf_emopt.consolidation import keep_owned
 from hf_emopt.distributed.delayed import DelayedUpdates
 from hf_emopt.distributed.layout import (
+    LOST,
     Grid,
     ProcessGroupArgument,
     Storage,
@@ -218,16 +219,18 @@ class MatrixOptimizer(torch.optim.Optimizer):
         agreement = engine.begin(self._finite_flags())
         if agreement.ok is not None:
             ok = agreement.ok
-            self._skipped.setdefault(ok.device, torch.zeros((), device=ok.device)).add_((~ok).float())
+            if ok.device not in self._skipped:
+                self._skipped[ok.device] = torch.zeros((), device=ok.device)
+            self._skipped[ok.device].add_((~ok).float())
         groups = [self._applied(group) for group in self.param_groups]
         tasks = [  # the embedding, which a forward pass needs first, is among the latter
             *self._tasks(engine.aux_plan, step_aux_bucket, groups),
             *self._tasks(engine.plan, step_bucket, groups),
         ]
-        planned = {p.name for bucket in engine.aux_plan.buckets for p in bucket.parameters}
+        own = agreement.present - engine.shared_aux
         for index, group in enumerate(self.param_groups):
             if group["kind"] == "aux":
-                self._step_aux(index, group, agreement.present - planned)
+                self._step_aux(index, group, own)
         if self._overlaps and engine.world_size > 1:
             self._delayed.begin((task, [engine.parameter(b, i) for i in engine.present(b)]) for task, b in tasks)
         else:
@@ -365,7 +368,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
             for name, param in zip(group["param_names"], group["params"]):
                 if param.grad is not None and param.grad.is_sparse:
                     raise RuntimeError(f"{name} has a sparse gradient; use an embedding with sparse=False")
-                grad = local_gradient(param)
+                grad = None if param.grad is None else local_tensor(param.grad)
                 if grad is not None and grad.numel():
                     by_device[grad.device].append(grad)
         if not self.skip_nonfinite:
@@ -452,7 +455,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
             "_transforms": self.transform_count,
             "_consolidated": None,
             "_model": None,
-            "process_group": self.process_group if self.process_group == "self" else None,
+            "process_group": self.process_group if self.process_group in (None, "self") else LOST,
         }
 
 

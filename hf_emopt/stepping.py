@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,14 +18,12 @@ from torch.distributed.tensor import DTensor
 from hf_emopt.distributed.exchange import Exchange
 from hf_emopt.distributed.layout import local_gradient, local_tensor
 from hf_emopt.distributed.plan import Batch, Bucket, Segment
+from hf_emopt.engine import Engine, compute_device
 from hf_emopt.routing.unit import Unit
 from hf_emopt.rules.base import Clock, Group, Shard
 from hf_emopt.rules.elementwise import adamw_step, apply_updates
 from hf_emopt.rules.masters import needs_master
 from hf_emopt.state import is_shaped
-
-if TYPE_CHECKING:
-    from hf_emopt.engine import Engine
 
 __all__ = ["Part", "Task", "pipeline", "step_aux_bucket", "step_bucket"]
 
@@ -89,20 +87,18 @@ def step_bucket(engine: Engine, index: int, bucket: Bucket, present: Sequence[in
     exchange = None
     if grid.world_size > 1:
         exchange = engine.exchange(index, bucket, present, exact=not sharded and needs_master(params[0]))
-    inputs: list[Tensor | None] = list(messages)
-    arrival = None
+    transform = _Transform(engine, index, bucket, owned, group, {i: rounds[k] for i, k in row.items()})
     if sharded and exchange is not None and exchange.travels:
         arrival = exchange.send(messages)
         yield
-        inputs = [None] * len(owned)
-    elif sharded:
-        inputs = [messages[row[s.parameter]][_within(s, bucket, grid.shard)] for s in owned]
-    transform = _Transform(engine, index, bucket, owned, group, {i: rounds[k] for i, k in row.items()})
-    stacked = transform.stack(inputs, params[0])
-    if arrival is not None and exchange is not None:
-        exchange.receive(arrival, transform.targets)
-        stacked = transform.restack()
-    updates = transform.run(stacked, present)
+        targets = transform.make_room(params[0])
+        exchange.receive(arrival, targets)
+        stacked = transform.filled(targets)
+    else:
+        if sharded:
+            messages = [messages[row[s.parameter]][_within(s, bucket, grid.shard)] for s in owned]
+        stacked = transform.stack(messages, params[0])
+    updates = transform.run(stacked)
     engine.count_step([engine.state_of(bucket, i) for i in present], ok)
     warmup = engine.rule.warmup_rounds(group)
     moving = [k for k in range(len(present)) if rounds[k] > warmup]
@@ -129,7 +125,9 @@ def step_bucket(engine: Engine, index: int, bucket: Bucket, present: Sequence[in
 
 
 def _apply(parts: list[Part], updates: list[Tensor], group: Group, ok: Tensor | None, generator: Any) -> None:
-    apply_updates([p.weight for p in parts], updates, [p.state for p in parts], group, ok, generator)
+    weights = [p.weight for p in parts]
+    there = [u.to(w.device) for u, w in zip(updates, weights)]  # an offloaded shard's is still on the accelerator
+    apply_updates(weights, there, [p.state for p in parts], group, ok, generator)
 
 
 def _gather(mine: list[Tensor], everyone: list[Tensor], exchange: Exchange) -> Task:
@@ -202,63 +200,58 @@ class _Transform:
         group: Group,
         rounds: dict[int, int],
     ) -> None:
-        self.engine, self.index, self.bucket, self.owned, self.group, self.rounds = (
-            engine,
-            index,
-            bucket,
-            owned,
-            group,
-            rounds,
-        )
+        self.engine, self.index, self.bucket = engine, index, bucket
+        self.owned, self.group, self.rounds = owned, group, rounds
         self.grid = engine.grid_of_bucket(bucket)
         # Batches are the plan's, of all segments; those of parameters without a gradient are left out row by row.
-        every = bucket.owned(self.grid.position)
+        self.every = bucket.owned(self.grid.position)
         place = {id(segment): k for k, segment in enumerate(owned)}
-        self.position_of = {place[id(segment)]: i for i, segment in enumerate(every) if id(segment) in place}
-        self.owned_at = {i: k for k, i in self.position_of.items()}
-        self.every = every
+        self.owned_at = {i: place[id(segment)] for i, segment in enumerate(self.every) if id(segment) in place}
         self.batches = engine.batches(index, bucket)
-        self.targets: list[Tensor] = []
         self._rooms: list[Tensor | None] = []
 
     def _jobs(self, batch: Batch) -> list[tuple[int, Unit]]:
         """``(index into owned, unit)`` of what takes part."""
         return [(self.owned_at[i], self.every[i].units[u]) for i, u in batch.jobs if i in self.owned_at]
 
-    def stack(self, inputs: list[Tensor | None], like: Tensor) -> list[Tensor | None]:
-        """One ``(B, m, n)`` for each batch; where inputs are still to arrive, room for them in :attr:`targets`."""
-        if not any(given is None for given in inputs):
-            return [
-                _stack([unit.extract(inputs[k]) for k, unit in jobs]) if (jobs := self._jobs(batch)) else None  # type: ignore[arg-type]
-                for batch in self.batches
-            ]
-        dtype, device = torch.promote_types(like.dtype, torch.float32), self.engine.compute_device(like)
-        self.targets = [torch.empty(0)] * len(self.owned)
+    def stack(self, inputs: Sequence[Tensor], like: Tensor) -> list[Tensor | None]:
+        """One ``(B, m, n)`` for each batch, of the owned segments; ``None`` where none of a batch takes part."""
+        device = compute_device(like)
+        return [self._stacked(batch, inputs, device) for batch in self.batches]
+
+    def _stacked(self, batch: Batch, inputs: Sequence[Tensor], device: torch.device) -> Tensor | None:
+        parts = [unit.extract(inputs[k]) for k, unit in self._jobs(batch)]
+        if not parts:
+            return None
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).to(device)
+
+    def make_room(self, like: Tensor) -> list[Tensor]:
+        """A tensor for each owned segment, to be filled; where a batch's matrices are whole segments, rows of the batch."""
+        dtype, device = torch.promote_types(like.dtype, torch.float32), compute_device(like)
+        targets = [torch.empty(0)] * len(self.owned)
         for batch in self.batches:
             jobs = self._jobs(batch)
             if not jobs or not all(_is_plain(unit) and len(self.owned[k].units) == 1 for k, unit in jobs):
                 self._rooms.append(None)
                 for k, _ in jobs:
-                    if not self.targets[k].numel():
-                        self.targets[k] = torch.empty(self.owned[k].shape, dtype=dtype, device=device)
+                    if not targets[k].numel():
+                        targets[k] = torch.empty(self.owned[k].shape, dtype=dtype, device=device)
                 continue
             sizes = [unit.shape[0] for _, unit in jobs]
             room = torch.empty(sum(sizes), *batch.shape, dtype=dtype, device=device)
             for (k, _), rows in zip(jobs, room.split(sizes)):
-                self.targets[k] = rows.view(self.owned[k].shape)
+                targets[k] = rows.view(self.owned[k].shape)
             self._rooms.append(room)
-        return []
+        return targets
 
-    def restack(self) -> list[Tensor | None]:
-        """As :meth:`stack`, once the targets are filled."""
+    def filled(self, targets: Sequence[Tensor]) -> list[Tensor | None]:
+        """As :meth:`stack`, of what :meth:`make_room` made."""
         return [
-            room
-            if room is not None
-            else (_stack([unit.extract(self.targets[k]) for k, unit in jobs]) if (jobs := self._jobs(batch)) else None)
+            self._stacked(batch, targets, targets[0].device) if room is None and targets else room
             for room, batch in zip(self._rooms, self.batches)
         ]
 
-    def run(self, stacked: list[Tensor | None], present: Sequence[int]) -> list[Tensor]:
+    def run(self, stacked: list[Tensor | None]) -> list[Tensor]:
         """The update of each owned segment."""
         updates: list[Tensor | None] = [None] * len(self.owned)
         whole = len(self.owned) == len(self.every)
@@ -268,14 +261,16 @@ class _Transform:
             if x is None:
                 continue
             jobs = self._jobs(batch)
-            rows = [] if whole else self._rows(batch)
+            unit_state = storage
             if not whole:
                 self.engine.rule.settle(key, storage)
-            unit_state = storage if whole else {name: value[rows] for name, value in storage.items()}
+                rows = self._rows(batch)
+                index = {name: self.engine.rows(rows, value.device) for name, value in storage.items()}
+                unit_state = {name: value[index[name]] for name, value in storage.items()}
             out = self._transform(x, unit_state, batch, key if whole else None)
             if not whole:
                 for name, value in unit_state.items():
-                    storage[name][rows] = value
+                    storage[name][index[name]] = value
             for part, (k, unit) in zip(out.split([unit.shape[0] for _, unit in jobs]), jobs):
                 if _is_plain(unit) and len(self.owned[k].units) == 1:
                     updates[k] = part.reshape(self.owned[k].shape)
@@ -321,10 +316,6 @@ class _Transform:
             tuple(self.engine.slot(self.bucket, s, u, b) for s, u, size in jobs for b in range(size)),
             key,
         )
-
-
-def _stack(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 # ---------------------------------------------------------------------- everything else

@@ -1,10 +1,14 @@
-"""Shared by all tests: two threads at most, no hub, and this directory importable (``references``)."""
+"""Shared by all tests: two threads at most, no hub, helpers of several directories importable, and process groups."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -12,5 +16,25 @@ os.environ.setdefault("WANDB_DISABLED", "true")
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
+if TYPE_CHECKING:
+    from harness import World, Worlds
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE / "distributed"), str(HERE / "integrations")]
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
+
+
+@pytest.fixture(scope="session")
+def worlds() -> Iterator[Worlds]:
+    """``worlds[n].run(function, **kwargs)`` calls a function on ``n`` ranks; ``tests/distributed/harness.py`` says how."""
+    from harness import Worlds
+
+    every = Worlds()
+    yield every
+    every.kill()
+
+
+@pytest.fixture
+def two(worlds: Worlds) -> World:
+    """Two ranks."""
+    return worlds[2]

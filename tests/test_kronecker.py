@@ -466,3 +466,13 @@ def test_conv_expert_and_fused_weights_go_the_same_way_as_with_muon(cls) -> None
     optimizer.step()
     assert optimizer.state[stack]["factor.0.0.0"].shape == (3, 1, 24, 24)
     assert optimizer.transform_count == 6
+
+
+@pytest.mark.parametrize("cls", RULES)
+def test_a_shorter_period_refreshes_every_side_in_time(cls) -> None:
+    """A slot of the old period may lie past the new one, where it would never come."""
+    params, optimizer = make(cls, precondition_frequency=10, refresh="staggered")
+    run(params, optimizer, range(3))
+    optimizer.param_groups[0]["precondition_frequency"] = 2
+    run(params, optimizer, range(3, 4))
+    assert {slot for pieces in optimizer._engine._slots.values() for slot in pieces} <= {0, 1}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,10 +45,10 @@ class DelayedUpdates:
             if own:
                 self._before(module, own)
         for module in model.modules():
-            self._hooks.append(module.register_state_dict_pre_hook(lambda *_: self.finish()))
+            self._hooks.append(module.register_state_dict_pre_hook(_Finish(self, None)))
 
     def _before(self, module: nn.Module, parameters: frozenset[int]) -> None:
-        self._hooks.append(module.register_forward_pre_hook(lambda *_: self.finish(parameters)))
+        self._hooks.append(module.register_forward_pre_hook(_Finish(self, parameters)))
 
     def begin(self, tasks: Iterable[tuple[Task, Iterable[Tensor]]]) -> None:
         """Runs each task to where it waits for bytes, and leaves it there.
@@ -81,6 +82,17 @@ class DelayedUpdates:
     def __getstate__(self) -> dict[str, Any]:
         """A copy waits for nothing; the original must be synchronized first."""
         return {"_waiting": deque(), "_hooks": []}
+
+
+@dataclass
+class _Finish:
+    """A hook that can be pickled with its module."""
+
+    updates: DelayedUpdates
+    parameters: frozenset[int] | None
+
+    def __call__(self, *_: Any) -> None:
+        self.updates.finish(self.parameters)
 
 
 def _outer_blocks(model: nn.Module) -> list[nn.Module]:

@@ -28,6 +28,7 @@ __all__ = [
     "UnsupportedLayoutError",
     "check_layout",
     "grid_of",
+    "group_of",
     "local_gradient",
     "local_tensor",
     "open_groups",
@@ -39,6 +40,9 @@ __all__ = [
 
 Box = tuple[tuple[int, int], ...]
 """Part of a tensor: ``(start, stop)`` in each dimension."""
+
+LOST = "lost"
+"""What a copy of an optimizer has for a process group."""
 
 ProcessGroupArgument = dist.ProcessGroup | Literal["self"] | None
 
@@ -204,6 +208,11 @@ def grid_of(name: str, param: Tensor, process_group: ProcessGroupArgument = None
     """
     if isinstance(param, DTensor):
         return _mesh_grid(name, param)
+    if process_group == LOST:
+        raise UnsupportedLayoutError(
+            "this optimizer is a copy, and process groups cannot be copied: set optimizer.process_group to the ranks that "
+            "hold copies of its parameters"
+        )
     if process_group == "self" or not (dist.is_available() and dist.is_initialized()):
         return single_grid()
     group: Any = dist.group.WORLD if process_group is None else process_group
@@ -266,17 +275,28 @@ def open_groups(grid: Grid) -> Grid:
             f"{dist.get_world_size()} ranks; build the device mesh over all ranks"
         )
     if missing[0]:
-        groups = [_group_of(row) for row in grid.ranks]
+        groups = [group_of(row) for row in grid.ranks]
         grid = replace(grid, shard_group=groups[grid.replica])
     if missing[1]:
-        groups = [_group_of([row[shard] for row in grid.ranks]) for shard in range(grid.shards)]
+        groups = [group_of([row[shard] for row in grid.ranks]) for shard in range(grid.shards)]
         grid = replace(grid, replica_group=groups[grid.shard])
     return grid
 
 
-def _group_of(ranks: Sequence[int]) -> Any:
-    everyone = tuple(ranks) == tuple(range(dist.get_world_size()))
-    return dist.group.WORLD if everyone else dist.new_group(list(ranks))
+_groups: dict[tuple[int, ...], Any] = {}
+_groups_in: list[Any] = [None]
+
+
+def group_of(ranks: Sequence[int]) -> Any:
+    """The process group of some ranks, made once in a job: all ranks must call it, in one order."""
+    if dist.group.WORLD is not _groups_in[0]:
+        _groups.clear()
+        _groups_in[0] = dist.group.WORLD
+    key = tuple(ranks)
+    if key not in _groups:
+        everyone = key == tuple(range(dist.get_world_size()))
+        _groups[key] = dist.group.WORLD if everyone else dist.new_group(list(ranks))
+    return _groups[key]
 
 
 def storage_of(param: Tensor, grid: Grid) -> Storage:

@@ -47,8 +47,9 @@ class Muon(MatrixOptimizer):
         ns_coefficients: a named set (``"jordan"``, ``"you"``, ``"polar_express"`` ...; see
             ``hf_emopt.linalg.coefficients``), one tuple ``(a, b, c)``, or one tuple a step.
         ns_steps: Newton-Schulz iterations.
-        ns_dtype: ``"bfloat16"``, ``"float16"``, ``"float32"`` or a ``torch.dtype``; ``None`` is bfloat16 on an accelerator
-            and float32 on CPU.
+        ns_dtype: ``"bfloat16"``, ``"float16"``, ``"float32"`` or a ``torch.dtype``; ``None`` is what
+            :func:`hf_emopt.newton_schulz` chooses: float16 where this package's kernels run, bfloat16 on other accelerators,
+            float32 on CPU.
         adjust_lr_fn: ``"match_rms_adamw"`` (0.2 sqrt(max(m, n)): an update of RMS 0.2 as AdamW's), ``"original"``
             (sqrt(max(1, m/n))), ``"spectral"`` (sqrt(m/n)) or ``"unscaled"``.
         eps: floor of the Frobenius norm, as in ``torch.optim.Muon``; ``None`` needs none and is exactly invariant to the

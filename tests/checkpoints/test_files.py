@@ -15,13 +15,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from harness import Worlds
 from ranks import fresh_accelerate, make_trainer
+from saved_runs import FROZEN, RULE_NAMES, make, save, saved_run, train
 from torch import nn
 
 import hf_emopt
 from hf_emopt.checkpoint_files import find_optimizer_state, problem_with, read_optimizer_state
 from hf_emopt.cli import main
 from hf_emopt.inspection import inspect_checkpoint
-from runs import FROZEN, RULE_NAMES, make, save, saved_run, train
 
 
 @pytest.fixture(scope="module")

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from saved_runs import digest
 from torch import Tensor, nn
 
 import hf_emopt
 from hf_emopt.checkpoint_files import problem_with, read_optimizer_state
-from runs import digest
 
 KILLS = 50
 LAST = 10_000

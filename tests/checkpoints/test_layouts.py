@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 from harness import Worlds
+from saved_runs import RULE_NAMES, resumed_run, saved_run
 from torch import Tensor
 from zoo import assert_close
-
-from runs import RULE_NAMES, resumed_run, saved_run
 
 EXTRA = pytest.mark.ranks34
 

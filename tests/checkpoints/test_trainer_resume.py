@@ -13,12 +13,12 @@ import torch
 from accelerate import Accelerator
 from harness import Worlds
 from ranks import fresh_accelerate, make_accelerator, make_trainer, tiny_llama, train, weights, whole
+from saved_runs import digest
 from torch import Tensor, nn
 from zoo import assert_close
 
 import hf_emopt
 from hf_emopt.integrations.registry import unwrap_optimizer
-from runs import digest
 
 SETTINGS: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "max_steps": 7, "lr_scheduler_type": "cosine"}
 SOAP = {"optim": "soap", "optim_args": "transport_dtype=float32,aux_lr=5e-4,precondition_frequency=3"}

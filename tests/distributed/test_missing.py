@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from harness import World, Worlds
 from torch import Tensor, nn
-from zoo import assert_close, backward, bare, build, local, steps_of, weights, wrap, zoo
+from zoo import assert_close, backward, bare, build, local, matrices, steps_of, train, weights, wrap, zoo
 
 from hf_emopt.matrix_optimizer import MatrixOptimizer
 
@@ -263,3 +264,24 @@ def test_missing_gradients_when_bases_are_due(worlds: Worlds, layout: str, size:
         optimizer.step()
         optimizer.zero_grad()
     assert_close(results[0]["weights"], weights(model), 1e-5)
+
+
+def planned_anew() -> None:
+    """A group is added in mid-run, and one rank alone looks at the optimizer before the next step."""
+    model = matrices([(6, 4), (5, 7)])
+    optimizer = build(model, "normuon")
+    wrapped = wrap(model, "ddp")
+    train(wrapped, optimizer, 1)
+    optimizer.add_param_group({"params": [("late", torch.nn.Parameter(torch.ones(4, 4)))], "kind": "matrix"})
+    if dist.get_rank() == 0:
+        assert "late" in optimizer.explain()
+        with pytest.raises(RuntimeError, match="consolidate_state_dict"):
+            optimizer.state_dict()
+    dist.barrier()
+    backward(wrapped, 1)
+    optimizer.step()
+    assert not optimizer.state[optimizer.param_groups[-1]["params"][0]].get("step")  # it has had no gradient
+
+
+def test_one_rank_may_look_while_a_new_plan_is_due(two: World) -> None:
+    two.run(planned_anew)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -80,6 +81,15 @@ def test_blocks_begin_while_later_ones_wait(two: World) -> None:
     for result in two.run(many_buckets):
         assert result["waiting"][0] == 0
         assert all(count > 0 for count in result["waiting"][1:])
+
+
+def test_a_model_with_hooks_can_be_pickled() -> None:
+    model = Net()
+    optimizer = hf_emopt.Muon(model, overlap_param_gather=True)
+    model(torch.zeros(1, 2, dtype=torch.int64)).sum().backward()
+    optimizer.step()
+    copy = pickle.loads(pickle.dumps(model))
+    assert all(torch.equal(a, b) for a, b in zip(copy.parameters(), model.parameters(), strict=True))
 
 
 def compiled() -> None:

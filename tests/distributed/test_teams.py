@@ -130,3 +130,20 @@ def test_whatever_reads_parameters_gets_the_new_ones(two: World) -> None:
             wanted = single("muon", steps)
             assert_close(found[how], {name: wanted[name] for name in found[how]}, 1e-5)
             assert len(found[how]) >= 3
+
+
+def groups_of_engines(count: int) -> list[int]:
+    """Process groups of this job after each of several optimizers that share a matrix among ranks."""
+    made = []
+    for _ in range(count):
+        model = wrap(matrices([(32, 32), (4, 4)]), "ddp")
+        optimizer = build(model, "muon")
+        train(model, optimizer, 1)
+        assert any(s.team for b in optimizer._current_engine().plan.buckets for s in b.segments)
+        made.append(len(dist.distributed_c10d._world.pg_map))
+    return made
+
+
+def test_groups_are_made_once(two: World) -> None:
+    for made in two.run(groups_of_engines, count=3):
+        assert len(set(made)) == 1

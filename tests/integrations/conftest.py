@@ -1,21 +1,23 @@
-"""Process groups for the tests that train on several ranks; ``tests/distributed/harness.py`` says how."""
+"""What the package logs, for the tests of this directory."""
 
 from __future__ import annotations
 
-import sys
+import logging
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 
-from harness import Worlds
-
-
-@pytest.fixture(scope="session")
-def worlds() -> Iterator[Worlds]:
-    """``worlds[n].run(function, **kwargs)`` calls a function on ``n`` ranks."""
-    every = Worlds()
-    yield every
-    every.kill()
+@pytest.fixture
+def messages() -> Iterator[list[logging.LogRecord]]:
+    """Records of the integrations' logger, at info level and above."""
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logger = logging.getLogger("transformers.hf_emopt")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield records
+    logger.removeHandler(handler)
+    logger.setLevel(level)

@@ -21,7 +21,7 @@ from hf_emopt.integrations.registry import unwrap_optimizer
 
 VOCABULARY = 64
 LAYERS = 2
-MATRICES = 7 * LAYERS
+MATRICES = 7 * LAYERS  # q, k, v, o, gate, up, down
 GLOBAL_BATCH = 8
 
 EXACT = "transport_dtype=float32,ns_dtype=float32,aux_lr=5e-4"

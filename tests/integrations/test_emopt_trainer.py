@@ -40,17 +40,6 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture
-def messages() -> Iterator[list[logging.LogRecord]]:
-    records: list[logging.LogRecord] = []
-    handler = logging.Handler()
-    handler.emit = records.append  # type: ignore[method-assign]
-    logger = logging.getLogger("transformers.hf_emopt")
-    logger.addHandler(handler)
-    yield records
-    logger.removeHandler(handler)
-
-
 # ---------------------------------------------------------------------------------------------- one process
 
 

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from ranks import LAYERS, MATRICES, VOCABULARY, samples, tiny_llama
 from safetensors.torch import load_file
 from torch import nn
 from transformers import (
-    LlamaConfig,
     LlamaForCausalLM,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
@@ -31,10 +31,6 @@ import hf_emopt
 from hf_emopt.integrations.transformers import unwrap_optimizer
 from hf_emopt.matrix_optimizer import MatrixOptimizer
 
-LAYERS = 2
-MATRICES = 7 * LAYERS  # q, k, v, o, gate, up, down
-VOCABULARY = 64
-
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
@@ -42,27 +38,6 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)  # sums in one order, so that equal runs are equal to the bit
     yield
     torch.set_num_threads(threads)
-
-
-def tiny_llama() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=32,
-        pad_token_id=0,
-        tie_word_embeddings=False,
-    )
-    return LlamaForCausalLM(config)
-
-
-def samples(count: int, length: int = 12, seed: int = 1) -> list[dict[str, torch.Tensor]]:
-    tokens = torch.randint(1, VOCABULARY, (count, length), generator=torch.Generator().manual_seed(seed))
-    return [{"input_ids": row, "labels": row} for row in tokens]
 
 
 def make_trainer(
@@ -255,20 +230,6 @@ def test_loggers_get_every_rate_and_other_optimizers_are_left_alone(tmp_path: Pa
         trainer.train()
         assert logger.keys == keys
         assert {key for entry in trainer.state.log_history for key in entry if key.startswith("lr/")} == keys
-
-
-@pytest.fixture
-def messages() -> Iterator[list[logging.LogRecord]]:
-    records: list[logging.LogRecord] = []
-    handler = logging.Handler()
-    handler.emit = records.append  # type: ignore[method-assign]
-    logger = logging.getLogger("transformers.hf_emopt")
-    logger.addHandler(handler)
-    level = logger.level
-    logger.setLevel(logging.INFO)
-    yield records
-    logger.removeHandler(handler)
-    logger.setLevel(level)
 
 
 def test_start_of_training_says_once_what_is_trained_how(messages: list[logging.LogRecord], tmp_path: Path) -> None:
