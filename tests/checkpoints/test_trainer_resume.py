@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from harness import Worlds
 from ranks import fresh_accelerate, make_accelerator, make_trainer, tiny_llama, train, weights, whole
+from safetensors.torch import load_file
 from saved_runs import digest
 from torch import Tensor, nn
 from zoo import assert_close
@@ -62,6 +64,30 @@ def test_oldest_of_several_checkpoints(worlds: Worlds, tmp_path: Path, layout: s
     resumed = go(worlds, layout, 2, tmp_path / "on", resume=str(tmp_path / "whole" / "checkpoint-5"), **SOAP)
     for a, b in zip(first, resumed, strict=True):
         assert [n for n in a["weights"] if not torch.equal(a["weights"][n], b["weights"][n])] == []
+
+
+def best(folder: str, layout: str) -> dict[str, Any]:
+    """Weights after a run that ends by loading its best checkpoint, and those that this checkpoint has."""
+    with fresh_accelerate(layout):
+        trainer = make_trainer(
+            folder, layout, dist.get_world_size(), save_strategy="steps", save_steps=1,
+            eval_strategy="steps", eval_steps=1, load_best_model_at_end=True, metric_for_best_model="eval_loss",
+            greater_is_better=True,  # so that it is not the last
+        )  # fmt: skip
+        trainer.train()
+        chosen = trainer.state.best_model_checkpoint
+        return {"weights": weights(trainer.model), "best": chosen, "last": trainer.state.global_step}
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
+def test_the_best_model_is_loaded_on_all_ranks(worlds: Worlds, tmp_path: Path, layout: str) -> None:
+    results = worlds[2].run(best, folder=str(tmp_path), layout=layout)
+    (chosen,) = {result["best"] for result in results}
+    assert not chosen.endswith(f"-{results[0]['last']}")
+    kept = load_file(Path(chosen) / "model.safetensors")
+    for result in results:
+        for name, value in result["weights"].items():
+            assert torch.equal(value, kept[name]), name
 
 
 # ---------------------------------------------------------------------------------------------- from AdamW
