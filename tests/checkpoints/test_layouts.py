@@ -77,11 +77,11 @@ def test_same_layout_bit_for_bit(worlds: Worlds, tmp_path: Path, rule: str, at: 
     ],
     ids=lambda run: "-".join(map(str, run)),
 )
-@pytest.mark.parametrize("rule", ["muon", "soap-staggered", "shampoo-staggered"])
+@pytest.mark.parametrize(("rule", "at"), [("muon", 1), ("soap-staggered", 7), ("shampoo-staggered", 3), ("normuon", 0)])
 def test_other_layout(
-    worlds: Worlds, tmp_path: Path, rule: str, saver: tuple[str, int, str], loader: tuple[str, int, str]
+    worlds: Worlds, tmp_path: Path, rule: str, at: int, saver: tuple[str, int, str], loader: tuple[str, int, str]
 ) -> None:
-    check(worlds, tmp_path, saver, loader, 1e-6, rule=rule, at=3, dtype="float64")
+    check(worlds, tmp_path, saver, loader, 1e-6, rule=rule, at=at, dtype="float64")
 
 
 def size_cases() -> list[Any]:
@@ -94,21 +94,24 @@ def size_cases() -> list[Any]:
         (("ddp", 4, "file"), ("ddp", 3, "file")),
         (("hsdp", 4, "full"), ("single", 1, "file")),
         (("hsdp", 2, "full"), ("ddp", 2, "file")),
+        (("fsdp2", 2, "sharded"), ("fsdp2", 4, "sharded")),
+        (("single", 1, "file"), ("ddp", 4, "file")),
     ]
     cases = []
     for index, rule in enumerate(("muon", "normuon", "soap", "soap-staggered", "shampoo-staggered", "klshampoo")):
         for position, (saver, loader) in enumerate(pairs):
             marks = () if position % 6 == index else (EXTRA,)
-            name = "-".join(map(str, (rule, *saver, *loader)))
-            cases.append(pytest.param(rule, saver, loader, marks=marks, id=name))
+            at = (3, 0, 7, 1)[(index + position) % 4]
+            name = "-".join(map(str, (rule, at, *saver, *loader)))
+            cases.append(pytest.param(rule, at, saver, loader, marks=marks, id=name))
     return cases
 
 
-@pytest.mark.parametrize(("rule", "saver", "loader"), size_cases())
+@pytest.mark.parametrize(("rule", "at", "saver", "loader"), size_cases())
 def test_other_number_of_ranks(
-    worlds: Worlds, tmp_path: Path, rule: str, saver: tuple[str, int, str], loader: tuple[str, int, str]
+    worlds: Worlds, tmp_path: Path, rule: str, at: int, saver: tuple[str, int, str], loader: tuple[str, int, str]
 ) -> None:
-    check(worlds, tmp_path, saver, loader, 1e-6, rule=rule, at=3, dtype="float64")
+    check(worlds, tmp_path, saver, loader, 1e-6, rule=rule, at=at, dtype="float64")
 
 
 @pytest.mark.parametrize("rule", ["muon", "soap-staggered"])
