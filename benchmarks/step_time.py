@@ -33,6 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_emopt
+from hf_emopt.bench.timeline import timeline
 from hf_emopt.matrix_optimizer import MatrixOptimizer
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -229,9 +230,8 @@ def profile(
         if device.type == "cuda":
             torch.cuda.synchronize()
     model.zero_grad(set_to_none=True)
-    averages = trace.key_averages()
-    by_device = averages.table(sort_by="self_device_time_total", row_limit=25, max_name_column_width=60)
-    return by_device + averages.table(sort_by="self_cpu_time_total", row_limit=12, max_name_column_width=60)
+    host = trace.key_averages().table(sort_by="self_cpu_time_total", row_limit=15, max_name_column_width=60)
+    return f"{timeline(trace)}\n{host}"
 
 
 def table(rows: list[dict[str, Any]]) -> str:
