@@ -14,10 +14,11 @@ import pytest
 
 triton = pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
+import triton.language as tl  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from hf_emopt.linalg.triton import elementwise_kernels, small_kernels, symmetric_kernels  # noqa: E402
+from hf_emopt.linalg.triton import elementwise_kernels, run_kernels, small_kernels, symmetric_kernels  # noqa: E402
 from hf_emopt.linalg.triton.configs import CANDIDATES, POINTERS, Config  # noqa: E402
 
 DISASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -153,3 +154,38 @@ def test_memory_bound_kernels(arch: int, tmp_path: Path) -> None:
     for kernel in kernels:
         assert re.search(r"ld\.global[.\w:]*\.v4\.b32", kernel.asm["ptx"])
         assert spilled_bytes(kernel, tmp_path) == 0
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize("name", ["momentum", "copy", "apply", "finite"])
+def test_passes_over_runs(name: str, arch: int, tmp_path: Path) -> None:
+    """Addresses are numbers in memory, and still loads are of 16 bytes a thread."""
+    tables = {
+        "run_of": "*i32",
+        "start_of": "*i64",
+        "numel_of": "*i64",
+        "scales": "*fp32",
+        "ok_ptr": "*u8",
+        "flag_ptr": "*i32",
+    }
+    lists = dict.fromkeys(("grads", "buffers", "outs", "sources", "targets", "weights", "updates", "values"), "*i64")
+    scalars = dict.fromkeys(("momentum", "lr", "shrink"), "fp32")
+    wide, narrow = tl.float32, tl.bfloat16
+    constants = {
+        "momentum": {"GRAD": wide, "BUFFER": wide, "OUT": narrow, "NESTEROV": True, "HAS_OK": True},
+        "copy": {"SOURCE": tl.float16, "TARGET": narrow, "SCALED": True},
+        "apply": {"WEIGHT": wide, "UPDATE": narrow, "SCALED": True, "DECAY": 1, "HAS_OK": True},
+        "finite": {"VALUE": wide},
+    }[name]
+    kernel = compiled(
+        getattr(run_kernels, f"{name}_kernel"),
+        tables | lists | scalars,
+        {**constants, "ALIGNED": True, "BLOCK": 4096},
+        arch,
+        8,
+        3,
+    )
+    assert re.search(r"ld\.global[.\w:]*\.v4\.b32", kernel.asm["ptx"])
+    if name != "finite":
+        assert re.search(r"st\.global[.\w:]*\.v[24]\.b(32|64)", kernel.asm["ptx"])
+    assert spilled_bytes(kernel, tmp_path) == 0

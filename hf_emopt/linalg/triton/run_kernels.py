@@ -1,0 +1,158 @@
+"""Elementwise passes over many tensors in one launch.
+
+The elements are given as *runs*: stretches of consecutive elements, each with an address in every list of tensors that take
+part. Addresses lie in device memory, so one binary serves any number of tensors. A program works on one chunk of one run.
+
+Products and sums are rounded one by one, in the order of torch's own foreach functions (launched without contraction into
+fused multiply-adds), so that results do not depend on which of the two ran.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["apply_kernel", "copy_kernel", "finite_kernel", "momentum_kernel"]
+
+
+@triton.jit
+def _pointer(addresses, run, start, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    pointer = tl.load(addresses + run).to(tl.pointer_type(DTYPE)) + start
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit
+def _chunk(run_of, start_of, numel_of, ALIGNED: tl.constexpr):
+    """Run of this program, its first element, and how many are left from there."""
+    program = tl.program_id(0)
+    run = tl.load(run_of + program)
+    start = tl.load(start_of + program)
+    left = tl.load(numel_of + run) - start
+    if ALIGNED:
+        start = tl.multiple_of(start, 16)
+        left = tl.multiple_of(left, 16)
+    return run, start, left
+
+
+@triton.jit
+def momentum_kernel(
+    run_of,
+    start_of,
+    numel_of,
+    grads,
+    buffers,
+    outs,
+    ok_ptr,
+    momentum,
+    GRAD: tl.constexpr,
+    BUFFER: tl.constexpr,
+    OUT: tl.constexpr,
+    NESTEROV: tl.constexpr,
+    HAS_OK: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """``m += (1 - mu) (g - m)``, and ``g + mu (m - g)`` or ``m`` to the output; ``g = m`` where ``ok`` is false."""
+    run, start, left = _chunk(run_of, start_of, numel_of, ALIGNED)
+    index = tl.arange(0, BLOCK)
+    inside = index < left
+    buffer_ptr = _pointer(buffers, run, start, BUFFER, ALIGNED) + index
+    buffer = tl.load(buffer_ptr, mask=inside, other=0.0)
+    grad = tl.load(_pointer(grads, run, start, GRAD, ALIGNED) + index, mask=inside, other=0.0).to(BUFFER)
+    if HAS_OK:
+        grad = tl.where(tl.load(ok_ptr) != 0, grad, buffer)
+    rest = 1.0 - momentum
+    # torch.lerp counts from the nearer end.
+    if rest < 0.5:
+        new = buffer + rest * (grad - buffer)
+    else:
+        new = grad - (grad - buffer) * momentum
+    tl.store(buffer_ptr, new, mask=inside)
+    update = new
+    if NESTEROV:
+        if momentum < 0.5:
+            update = grad + momentum * (new - grad)
+        else:
+            update = new - (new - grad) * rest
+    tl.store(_pointer(outs, run, start, OUT, ALIGNED) + index, update.to(OUT), mask=inside)
+
+
+@triton.jit
+def copy_kernel(
+    run_of,
+    start_of,
+    numel_of,
+    sources,
+    targets,
+    scales,
+    SOURCE: tl.constexpr,
+    TARGET: tl.constexpr,
+    SCALED: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """``target = source``, or ``scale source`` with the product in float32."""
+    run, start, left = _chunk(run_of, start_of, numel_of, ALIGNED)
+    index = tl.arange(0, BLOCK)
+    inside = index < left
+    x = tl.load(_pointer(sources, run, start, SOURCE, ALIGNED) + index, mask=inside, other=0.0)
+    if SCALED:
+        x = x.to(tl.float32) * tl.load(scales + run)
+    tl.store(_pointer(targets, run, start, TARGET, ALIGNED) + index, x.to(TARGET), mask=inside)
+
+
+@triton.jit
+def apply_kernel(
+    run_of,
+    start_of,
+    numel_of,
+    weights,
+    updates,
+    scales,
+    ok_ptr,
+    lr,
+    shrink,
+    WEIGHT: tl.constexpr,
+    UPDATE: tl.constexpr,
+    SCALED: tl.constexpr,
+    DECAY: tl.constexpr,
+    HAS_OK: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """``p <- (1 - shrink) p - lr u``; decay before the update (1), after it (2), cautious (3) or none (0)."""
+    run, start, left = _chunk(run_of, start_of, numel_of, ALIGNED)
+    if HAS_OK:
+        left = tl.where(tl.load(ok_ptr) != 0, left, 0)
+    index = tl.arange(0, BLOCK)
+    inside = index < left
+    pointer = _pointer(weights, run, start, WEIGHT, ALIGNED) + index
+    weight = tl.load(pointer, mask=inside, other=0.0)
+    update = tl.load(_pointer(updates, run, start, UPDATE, ALIGNED) + index, mask=inside, other=0.0).to(WEIGHT)
+    if SCALED:
+        update = update * tl.load(scales + run)
+    if DECAY == 1:
+        weight = weight * (1.0 - shrink)
+    if DECAY == 3:
+        weight = weight - tl.where(weight * update > 0, weight, 0.0) * shrink
+    weight = weight + update * (-lr)
+    if DECAY == 2:
+        weight = weight * (1.0 - shrink)
+    tl.store(pointer, weight, mask=inside)
+
+
+@triton.jit
+def finite_kernel(
+    run_of, start_of, numel_of, values, flag_ptr, VALUE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Sets the flag to 0 where a number is infinite or NaN."""
+    run, start, left = _chunk(run_of, start_of, numel_of, ALIGNED)
+    index = tl.arange(0, BLOCK)
+    x = tl.load(_pointer(values, run, start, VALUE, ALIGNED) + index, mask=index < left, other=0.0).to(tl.float32)
+    # x - x is 0 for every finite number, and NaN for the others.
+    bad = tl.max((x - x != 0.0).to(tl.int32), axis=0)
+    if bad != 0:
+        tl.store(flag_ptr, 0)
