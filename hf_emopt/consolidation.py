@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from hf_emopt.distributed.agreement import control_device
 from hf_emopt.distributed.layout import Storage, chunk_boxes, storage_of
-from hf_emopt.distributed.plan import Bucket, PlannedParameter, Segment
+from hf_emopt.distributed.plan import Bucket, Segment
 from hf_emopt.engine import Engine, compute_device, part_of
 from hf_emopt.rules.base import Group
 from hf_emopt.rules.elementwise import init_adamw_state
@@ -159,9 +159,12 @@ def whole_unit_state(engine: Engine, bucket: Bucket, i: int, use: Callable[[Tens
             whole = torch.empty(like.shape, dtype=like.dtype, device=device)
             offset = 0
             present = f"{name}.{u}" in state
-            for segment in (s for s in bucket.segments if s.parameter == i):
-                shape = _unit_like(engine, segment.units[u].shape, group, param)[name].shape
-                where = _unit_place(parameter, segment, u, like.shape, shape)
+            for segment in (s for s in bucket.segments if s.parameter == i and not s.copy):
+                place = segment.place(u)
+                if place is None:
+                    continue
+                shape = _unit_like(engine, segment.units[place].shape, group, param)[name].shape
+                where = _unit_place(bucket, segment, place, like.shape, shape)
                 part = None
                 if segment.owner == engine.grid_of_bucket(bucket).position and present:
                     part = state[f"{name}.{u}"][offset : offset + shape[0]]
@@ -203,13 +206,14 @@ def _unit_like(engine: Engine, shape: tuple[int, int, int], group: Group, param:
 
 
 def _unit_place(
-    parameter: PlannedParameter, segment: Segment, u: int, whole: Sequence[int], part: Sequence[int]
+    bucket: Bucket, segment: Segment, place: int, whole: Sequence[int], part: Sequence[int]
 ) -> tuple[slice, ...]:
-    """Where a segment's unit state belongs in the parameter's."""
-    if segment.team:  # along the dimension that differs, if any does
-        start, stop = segment.box[segment.dim]
+    """Where the state of a segment's unit belongs in the parameter's."""
+    cut, parameter = segment.cut(place), bucket.parameters[segment.parameter]
+    if cut is not None and cut.team:  # along the dimension that differs, if any does
+        start, stop = cut.spans[cut.team.index(segment.owner)]
         return tuple(slice(None) if a == b else slice(start, stop) for a, b in zip(whole, part))
-    per_row = parameter.units[u].shape[0] // max(1, parameter.storage.shape[0])
+    per_row = parameter.units[segment.index(place)].shape[0] // max(1, parameter.storage.shape[0])
     first = segment.box[0][0] * per_row if part[0] != whole[0] else 0
     return (slice(first, first + part[0]),)
 
@@ -283,8 +287,11 @@ def _own(engine: Engine, bucket: Bucket, i: int, whole: State, param: Tensor) ->
             name, u = key.rsplit(".", 1)
             parts = []
             for segment in mine:
-                like = _unit_like(engine, segment.units[int(u)].shape, group, param)[name]
-                parts.append(value[_unit_place(parameter, segment, int(u), value.shape, like.shape)])
+                place = segment.place(int(u))
+                if place is None:
+                    continue
+                like = _unit_like(engine, segment.units[place].shape, group, param)[name]
+                parts.append(value[_unit_place(bucket, segment, place, value.shape, like.shape)])
                 device = torch.device("cpu") if like.device.type == "cpu" else compute_device(param)
             if parts:
                 kept[key] = torch.cat(parts).to(device, copy=True)

@@ -123,12 +123,13 @@ class Engine:
 
     def _shared_names(self) -> list[str]:
         """Parameters whose gradient must be there on all ranks or on none: all but those that need no collective."""
-        local = {p.name for b in self.plan.buckets if b.local and b.storage.replicas == 1 for p in b.parameters}
+        alone = [b for b in self.plan.buckets if b.local and b.storage.replicas == 1 and not b.teams]
+        local = {p.name for b in alone for p in b.parameters}
         return [n for n, _ in self._named() if self.grids[n].world_size > 1 and n not in local]
 
     def _open_teams(self) -> None:
         """Makes the groups of all teams, on all ranks in one order; teams are planned only where all ranks take part."""
-        teams = {tuple(b.storage.rank(p) for p in s.team) for b in self.plan.buckets for s in b.segments if s.team}
+        teams = {tuple(b.storage.rank(p) for p in team) for b in self.plan.buckets for team in b.teams}
         for ranks in sorted(teams):
             group = group_of(ranks)
             if dist.get_rank() in ranks:
@@ -280,8 +281,8 @@ class Engine:
             return self.unit_states[key]
         owned = bucket.owned(self.grid_of_bucket(bucket).position)
         runs: list[tuple[int, int, int]] = []  # parameter, unit, matrices: neighbours of one parameter are one
-        for (i, u), size in zip(batch.jobs, batch.sizes):
-            which = owned[i].parameter
+        for (i, place), size in zip(batch.jobs, batch.sizes):
+            which, u = owned[i].parameter, owned[i].index(place)
             if runs and runs[-1][:2] == (which, u):
                 size += runs.pop()[2]
             runs.append((which, u, size))
@@ -344,8 +345,9 @@ class Engine:
 
     @staticmethod
     def _matrix(bucket: Bucket, segment: Segment, unit: int, b: int) -> Matrix:
-        first = segment.box[0][0] * (segment.units[unit].shape[0] // max(1, segment.shape[0]))
-        return (bucket.parameters[segment.parameter].name, unit, first + b)
+        per_row = segment.units[unit].shape[0] // max(1, segment.shape[0]) if 0 in segment.units[unit].batch else 0
+        first = segment.box[0][0] * per_row
+        return (bucket.parameters[segment.parameter].name, segment.index(unit), first + b)
 
     def slot(self, bucket: Bucket, segment: Segment, unit: int, b: int) -> tuple[int, ...]:
         """Slots of the pieces of a matrix."""

@@ -25,8 +25,8 @@ from hf_emopt.rules.base import Group
 
 __all__ = ["STRUCTURAL_KEYS", "GroupBuilder", "pack_units", "unpack_units"]
 
-STRUCTURAL_KEYS = ("params", "param_names", "kind", "name", "units")
-"""Group keys that describe the live model; a loaded checkpoint never overrides them."""
+STRUCTURAL_KEYS = ("params", "param_names", "kind", "name", "units", "tensor_parallel")
+"""Group keys that describe the live model and how it is laid out; a loaded checkpoint never overrides them."""
 
 ParamsArgument = nn.Module | Iterable[Any]
 

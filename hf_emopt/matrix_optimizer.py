@@ -6,7 +6,7 @@ import math
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from hf_emopt.arranging import Choice, ModeOverrides, arrange, describe
 from hf_emopt.checkpointing import consolidate, emitted, left_behind, loaded, only_initializes
 from hf_emopt.consolidation import keep_owned
 from hf_emopt.distributed.delayed import DelayedUpdates
@@ -62,6 +63,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
             reads parameters in another way than a forward pass or ``state_dict`` has to call :meth:`synchronize` first.
         process_group: the ranks that hold copies of plain parameters; ``None`` for all of them, ``"self"`` where each
             process trains a model of its own. Sharded parameters know their ranks.
+        tensor_parallel_modules: modes of tensor parallelism for single parameters, ``"pattern:mode"`` with ``;`` between,
+            or a mapping; the others have their group's ``"tensor_parallel"``.
 
     Raises:
         ValueError: when a hyperparameter is out of range, nothing is left to train, or no parameter is a matrix.
@@ -85,8 +88,11 @@ class MatrixOptimizer(torch.optim.Optimizer):
         transport_dtype: torch.dtype | str | None = None,
         overlap_param_gather: bool = False,
         process_group: ProcessGroupArgument = None,
+        tensor_parallel_modules: str | Sequence[str] | Mapping[str, str] | None = None,
     ) -> None:
         self.rule = rule
+        self._modes = ModeOverrides(tensor_parallel_modules, rule.tensor_parallel_modes)
+        self._choices: list[Choice] = []
         self.skip_nonfinite = skip_nonfinite
         self.transport_dtype = _transport(transport_dtype)
         self.overlap_param_gather = overlap_param_gather
@@ -103,7 +109,12 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._only_initialized = False
         self._builder = GroupBuilder(
             {
-                "matrix": {"state_version": STATE_VERSION, "rule": rule.name, **matrix_defaults},
+                "matrix": {
+                    "state_version": STATE_VERSION,
+                    "rule": rule.name,
+                    "tensor_parallel": "auto",
+                    **matrix_defaults,
+                },
                 "aux": {"state_version": STATE_VERSION, **aux_defaults},
             },
             matrix_modules,
@@ -120,6 +131,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._routes = list(table)
         if not table.matrices and not allow_no_matrices:
             raise ValueError(_no_matrices_message(table, rule.name, self.matrix_option))
+        self._modes.check_matched([route.name for route in table.matrices])
         message = coverage_warning(table) if table.matrices else None
         if message:
             warnings.warn(message.replace("matrix_modules", self.matrix_option), stacklevel=3)
@@ -163,6 +175,11 @@ class MatrixOptimizer(torch.optim.Optimizer):
                     f"{name} is float16, and low_precision_weights='stochastic' rounds to bfloat16; use 'split'"
                 )
         if group["kind"] == "matrix":
+            if group["tensor_parallel"] not in self.rule.tensor_parallel_modes:
+                raise ValueError(
+                    f"tensor_parallel={group['tensor_parallel']!r} is none of the modes of {self.rule.name}: "
+                    f"{', '.join(self.rule.tensor_parallel_modes)}"
+                )
             self.rule.validate(group)
         else:
             validate_adamw(group)
@@ -185,7 +202,11 @@ class MatrixOptimizer(torch.optim.Optimizer):
             plan = self._engine.plan
         else:  # of its own: to plan anew in the middle of a run takes all ranks
             plan = make_plan(self.planned_parameters(self._grids()))
-        return f"{self.routes}\n{rule_line}\ngroups:\n{groups}\n{plan}"
+        return "\n".join(
+            part
+            for part in (str(self.routes), rule_line, "groups:", groups, str(plan), describe(self._choices))
+            if part
+        )
 
     @property
     def transform_count(self) -> int:
@@ -324,7 +345,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         Raises:
             UnsupportedLayoutError: when a wrapper has laid a parameter out so that its matrices cannot be had.
         """
-        planned = []
+        planned, params = [], []
         for group_index, group in enumerate(self.param_groups):
             if group["kind"] != "matrix":
                 continue
@@ -341,6 +362,18 @@ class MatrixOptimizer(torch.optim.Optimizer):
                     shard_cost = partial(self._shard_cost, units[0].shape[1:], group)
                 tag = f"{param.dtype} {param.device}"
                 planned.append(PlannedParameter(name, group_index, position, units, costs, tag, storage, shard_cost))
+                params.append(param)
+        self._choices = []
+        if grids and any(p.storage.shards > 1 for p in planned):
+            planned, self._choices = arrange(
+                planned,
+                params,
+                grids,
+                self.rule,
+                self.param_groups,
+                self._modes,
+                _wire_bytes(self.transport_dtype, params),
+            )
         return planned
 
     def _shard_cost(self, shape: tuple[int, int], group: Group, k: int) -> int:
@@ -468,6 +501,13 @@ def _transport(dtype: torch.dtype | str | None) -> str | None:
             f"transport_dtype={dtype!r} must be bfloat16, float32 or float64, or None for the device's default"
         )
     return name
+
+
+def _wire_bytes(transport_dtype: str | None, params: Sequence[Tensor]) -> int:
+    """Of an element of the messages that carry matrices."""
+    if transport_dtype is not None:
+        return int(getattr(torch, transport_dtype).itemsize)
+    return 4 if params[0].device.type == "cpu" else 2
 
 
 def _is_one_matrix(units: Sequence[Unit], shape: tuple[int, ...]) -> bool:

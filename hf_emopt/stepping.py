@@ -113,7 +113,7 @@ def step_bucket(engine: Engine, index: int, bucket: Bucket, present: Sequence[in
         yield from _gather([p.weight for p in parts], [local_tensor(p) for p in params], exchange)
         return
     arrival = exchange.give(updates)
-    if exchange.travels:
+    if exchange.returns:
         yield
     if grid.replicas > 1:
         arrival = exchange.share(arrival)
@@ -283,15 +283,20 @@ class _Transform:
     def _transform(self, x: Tensor, unit_state: State, batch: Batch, key: tuple[int, int] | None) -> Tensor:
         rule, ok = self.engine.rule, self.engine.ok_on(x.device)
         clock = self._clock(batch, key)
-        if batch.team:
-            start, stop = batch.span
-            total, largest = self.engine.team_reductions(self.bucket, batch.team)
-            shard = Shard(batch.dim, batch.full_shape, start, stop, total, largest, len(batch.team))
-            out = rule.transform_shard(x, unit_state, self.group, ok, clock, shard)
-            self.engine.transform_count += x.shape[0] if self.grid.position == batch.team[0] else 0
-        else:
+        cut, first = batch.cut, not batch.copy
+        if cut is None:
             out = rule.transform(x, unit_state, self.group, ok, clock)
-            self.engine.transform_count += x.shape[0]
+        elif not cut.team:
+            out = rule.transform_part(x, unit_state, self.group, ok, clock, cut.full_shape)
+        else:
+            place = cut.team.index(self.grid.position)
+            total, largest = self.engine.team_reductions(self.bucket, cut.team)
+            shard = Shard(
+                cut.dim, cut.full_shape, *cut.spans[place], total, largest, len(cut.team), place, cut.method
+            )  # fmt: skip
+            out = rule.transform_shard(x, unit_state, self.group, ok, clock, shard)
+            first = place == 0
+        self.engine.transform_count += x.shape[0] if first else 0
         # The result is scaled in place later: it must not be the rule's own state, or the message it was given.
         taken = {t.untyped_storage().data_ptr() for t in (x, *unit_state.values())}
         return out.clone() if out.untyped_storage().data_ptr() in taken else out

@@ -5,7 +5,8 @@ For a bucket on a grid of ``replicas x shards`` ranks, with ``P`` elements of ma
 ===========  ============================================  =======================  ==========================
 stage        who with whom                                 received by a rank       skipped when
 ===========  ============================================  =======================  ==========================
-``send``     all-to-all among the shards of a replica      P / (replicas shards)    not sharded, or local
+``send``     all-to-all among the shards of a replica;     P / (replicas shards)    not sharded, or local
+             all-gather where every rank gets everything
 ``give``     the same, back                                P / (replicas shards)    not sharded, or local
 ``share``    all-gather among the replicas of a shard      P (1 - 1/replicas)       one replica
                                                            / shards
@@ -79,7 +80,8 @@ class Exchange:
         self, bucket: Bucket, grid: Grid, present: Sequence[int], dtype: torch.dtype, device: torch.device
     ) -> None:
         self.grid, self.dtype, self.device = grid, dtype, device
-        self.travels = grid.shards > 1 and not bucket.local
+        self.travels, self.returns = bucket.sends, bucket.returns
+        self._to_all = bucket.sends and bucket.keeps  # what each owner keeps, all have gathered
         chosen = set(present)
         segments = [s for s in bucket.segments if s.parameter in chosen]
         row = {index: k for k, index in enumerate(present)}
@@ -99,6 +101,30 @@ class Exchange:
             ]
             for s in range(grid.shards)
         ]
+        self._returned, self._given = self._held, self._asked
+        if any(segment.gives is not None for segment in segments):
+            self._narrow(segments, storages, row)
+
+    def _narrow(self, segments: Sequence[Segment], storages: Sequence[Storage], row: dict[int, int]) -> None:
+        """Pieces on the way back, where owners pass on a part of what they have transformed."""
+        grid = self.grid
+        self._returned = [
+            [
+                _pieces(_owned_by(segments, q * grid.shards + s), storages, grid.shard, row, narrowed=True)
+                for s in range(grid.shards)
+            ]
+            for q in range(grid.replicas)
+        ]
+        self._given = [
+            [
+                _Piece(k, _relative(part, segment.box, _zero(part)), _numel(part))
+                for k, segment in enumerate(self.owned)
+                for box, _ in storages[segment.parameter].held(s)
+                for given in _given(segment)
+                if (part := _intersection(box, given)) is not None
+            ]
+            for s in range(grid.shards)
+        ]
 
     # ------------------------------------------------------------------ shards to owners
 
@@ -109,6 +135,11 @@ class Exchange:
             messages: this rank's part of each present parameter.
         """
         pieces = self._held[self.grid.replica]
+        if self._to_all:
+            mine, sizes = self._packed(pieces[:1], messages), _splits(self._asked)
+            everything = torch.empty(sum(sizes), dtype=self.dtype, device=self.device)
+            ranks = self.grid.ranks[self.grid.replica]
+            return Arrival(everything, _all_gather(everything, sizes, mine, self.grid.shard_group, ranks), (mine,))
         return self._all_to_all(self._packed(pieces, messages), _splits(pieces), _splits(self._asked))
 
     def receive(self, arrival: Arrival, targets: Sequence[Tensor]) -> None:
@@ -119,27 +150,28 @@ class Exchange:
 
     def give(self, outputs: Sequence[Tensor]) -> Arrival:
         """Starts to return what owners made of their segments: to the shards, or, where all are whole, nowhere yet."""
-        if not self.travels:
-            pieces = self._held[self.grid.replica][self.grid.shard]
-            return Arrival(self._packed([self._asked[self.grid.shard]], outputs, sum(p.numel for p in pieces)))
-        buffer = self._packed(self._asked, outputs)
-        return self._all_to_all(buffer, _splits(self._asked), _splits(self._held[self.grid.replica]))
+        if not self.returns:
+            pieces = self._returned[self.grid.replica][self.grid.shard]
+            return Arrival(self._packed([self._given[self.grid.shard]], outputs, sum(p.numel for p in pieces)))
+        buffer = self._packed(self._given, outputs)
+        return self._all_to_all(buffer, _splits(self._given), _splits(self._returned[self.grid.replica]))
 
     def share(self, arrival: Arrival) -> Arrival:
         """Starts to copy what this replica has to the others, and theirs here."""
         if self.grid.replicas == 1:
             return arrival
         mine = arrival.wait()
-        sizes = [sum(_splits(pieces)) for pieces in self._held]
+        sizes = [sum(_splits(pieces)) for pieces in self._returned]
         everything = torch.empty(sum(sizes), dtype=self.dtype, device=self.device)
-        return Arrival(everything, _all_gather(everything, sizes, mine, self.grid), (mine,))
+        ranks = [row[self.grid.shard] for row in self.grid.ranks]
+        return Arrival(everything, _all_gather(everything, sizes, mine, self.grid.replica_group, ranks), (mine,))
 
     def take(self, arrival: Arrival, targets: Sequence[Tensor]) -> None:
         """Waits and fills this rank's part of each present parameter.
 
         What the owner is too is written as well: it went through the wire's dtype like everybody's.
         """
-        replicas = self._held if self.grid.replicas > 1 else [self._held[self.grid.replica]]
+        replicas = self._returned if self.grid.replicas > 1 else [self._returned[self.grid.replica]]
         _unpack(arrival.wait(), [p for shards in replicas for pieces in shards for p in pieces], targets)
 
     # ------------------------------------------------------------------ packing
@@ -163,15 +195,22 @@ def _owned_by(segments: Sequence[Segment], position: int) -> list[Segment]:
     return [s for s in segments if s.owner == position]
 
 
-def _pieces(segments: Sequence[Segment], storages: Sequence[Storage], shard: int, row: dict[int, int]) -> list[_Piece]:
-    """What a shard holds of some segments, in its own coordinates."""
+def _pieces(
+    segments: Sequence[Segment], storages: Sequence[Storage], shard: int, row: dict[int, int], narrowed: bool = False
+) -> list[_Piece]:
+    """What a shard holds of some segments (or of what their owners give), in its own coordinates."""
     pieces = []
     for segment in segments:
         for box, place in storages[segment.parameter].held(shard):
-            inside = _intersection(box, segment.box)
-            if inside is not None:
-                pieces.append(_Piece(row[segment.parameter], _relative(inside, box, place), _numel(inside)))
+            for part in _given(segment) if narrowed else (segment.box,):
+                inside = _intersection(box, part)
+                if inside is not None:
+                    pieces.append(_Piece(row[segment.parameter], _relative(inside, box, place), _numel(inside)))
     return pieces
+
+
+def _given(segment: Segment) -> tuple[Box, ...]:
+    return (segment.box,) if segment.gives is None else segment.gives
 
 
 def _intersection(a: Box, b: Box) -> Box | None:
@@ -213,16 +252,16 @@ def _unpack(buffer: Tensor, pieces: Sequence[_Piece], targets: Sequence[Tensor])
     torch._foreach_copy_(views, [part.view(v.shape) for part, v in zip(_parts(buffer, pieces), views)])
 
 
-def _all_gather(everything: Tensor, sizes: list[int], mine: Tensor, grid: Grid) -> tuple[Any, ...]:
-    """All-gather of different sizes into one buffer."""
-    group = grid.replica_group
+def _all_gather(
+    everything: Tensor, sizes: list[int], mine: Tensor, group: Any, ranks: Sequence[int]
+) -> tuple[Any, ...]:
+    """All-gather of different sizes into one buffer; ``ranks`` are the group's."""
     if len(set(sizes)) == 1:
         return (dist.all_gather_into_tensor(everything, mine, group=group, async_op=True),)
     parts = list(everything.split(sizes))
     if dist.get_backend(group) == "nccl":  # grouped broadcasts
         return (dist.all_gather(parts, mine, group=group, async_op=True),)
-    parts[grid.replica].copy_(mine)
-    ranks = [row[grid.shard] for row in grid.ranks]
+    parts[ranks.index(dist.get_rank())].copy_(mine)
     return tuple(
         dist.broadcast(part, src=rank, group=group, async_op=True) for part, rank in zip(parts, ranks) if part.numel()
     )

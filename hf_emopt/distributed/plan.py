@@ -14,11 +14,15 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
 
 from hf_emopt.distributed.layout import Box, Storage, full_box
 from hf_emopt.routing.unit import Unit
 
-__all__ = ["Batch", "Bucket", "Plan", "PlannedParameter", "Segment", "assign_owners", "make_plan"]
+if TYPE_CHECKING:
+    from hf_emopt.distributed.tensor_parallel import Arrangement
+
+__all__ = ["Batch", "Bucket", "Cut", "Plan", "PlannedParameter", "Segment", "assign_owners", "make_plan", "recut"]
 
 MAX_BUCKET_NUMEL = 2**26
 """Elements of a bucket for each shard (256 MiB in float32): enough to fill a GPU, small beside the parameters."""
@@ -41,6 +45,9 @@ class PlannedParameter:
         storage: where its elements lie.
         shard_cost: operations of one of ``k`` ranks that transform the parameter's only matrix together, or ``None``
             where the rule or the parameter does not allow it.
+        arrangement: how slices of tensor parallelism are transformed, or ``None`` where that cuts nothing or whole matrices
+            are brought to their owners.
+        whole_shapes: ``(m, n)`` of the matrix that each unit is part of, where units are parts.
     """
 
     name: str
@@ -51,6 +58,8 @@ class PlannedParameter:
     tag: str
     storage: Storage
     shard_cost: Callable[[int], int] | None = None
+    arrangement: Arrangement | None = None
+    whole_shapes: tuple[tuple[int, int], ...] = ()
 
     @property
     def numel(self) -> int:
@@ -70,11 +79,32 @@ class PlannedParameter:
 
     @property
     def is_local(self) -> bool:
-        """Whether the storage cuts between matrices, so that every shard holds whole ones."""
+        """Whether no shard has to send anything to another before matrices are transformed."""
         if self.storage.shards == 1:
             return False
+        if self.arrangement is not None:
+            return self.arrangement.is_local(self.storage)
         rest = full_box(self.storage.shape)[1:]
         return self.is_stack and all(box[1:] == rest for boxes in self.storage.boxes for box in boxes)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How matrices are cut that several ranks have slices of.
+
+    Attributes:
+        full_shape: ``(m, n)`` of the whole matrices.
+        dim: the side that is cut, -2 or -1.
+        spans: what of it each rank has; empty where slices are matrices of their own.
+        team: positions of those ranks.
+        method: of the distributed iteration.
+    """
+
+    full_shape: tuple[int, int]
+    dim: int
+    spans: tuple[tuple[int, int], ...]
+    team: tuple[int, ...]
+    method: Literal["standard", "gram"] = "standard"
 
 
 @dataclass(frozen=True)
@@ -89,6 +119,10 @@ class Segment:
         cost: operations of the owner.
         team: positions of all owners of a matrix that is cut; empty for whole matrices.
         dim: dimension of the parameter along which it differs from the whole.
+        indices: which of the parameter's units these are; empty for all of them.
+        cuts: how each unit is cut, if it is; empty where none is.
+        copy: another rank transforms the same, for itself.
+        gives: the part of the result that the owner passes on, where it is not all of it.
     """
 
     parameter: int
@@ -98,6 +132,24 @@ class Segment:
     cost: int
     team: tuple[int, ...] = ()
     dim: int = 0
+    indices: tuple[int, ...] = ()
+    cuts: tuple[Cut | None, ...] = ()
+    copy: bool = False
+    gives: tuple[Box, ...] | None = None
+
+    def index(self, place: int) -> int:
+        """Number, in the parameter, of the unit at a place in ``units``."""
+        return self.indices[place] if self.indices else place
+
+    def place(self, index: int) -> int | None:
+        """Where the parameter's unit of this number is in ``units``, if it is."""
+        if not self.indices:
+            return index
+        return self.indices.index(index) if index in self.indices else None
+
+    def cut(self, place: int) -> Cut | None:
+        """How the unit at a place in ``units`` is cut."""
+        return self.cuts[place] if self.cuts else None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -116,19 +168,15 @@ class Batch:
         shape: ``(m, n)`` of each matrix.
         jobs: ``(index of the segment among the rank's, index of the unit)`` of each unit.
         sizes: matrices in each job.
-        team: the ranks that share these matrices, if they are cut.
-        full_shape: of the whole matrices; ``shape`` unless they are cut.
-        dim: dimension of the matrix that is cut, -2 or -1.
-        span: what of that dimension this rank has.
+        cut: how they are cut, if they are.
+        copy: another rank transforms the same.
     """
 
     shape: tuple[int, int]
     jobs: tuple[tuple[int, int], ...]
     sizes: tuple[int, ...]
-    team: tuple[int, ...] = ()
-    full_shape: tuple[int, int] = (0, 0)
-    dim: int = -2
-    span: tuple[int, int] = (0, 0)
+    cut: Cut | None = None
+    copy: bool = False
 
     @property
     def count(self) -> int:
@@ -143,13 +191,15 @@ class Bucket:
         group: index of their parameter group.
         parameters: costliest first.
         segments: by parameter, then by place.
-        local: every shard holds whole matrices, so none has to travel between shards.
+        local: every shard holds what its rank transforms, so nothing has to travel between shards before.
+        keeps: what a rank computes is for itself, so nothing has to travel after.
     """
 
     group: int
     parameters: tuple[PlannedParameter, ...]
     segments: tuple[Segment, ...]
     local: bool = False
+    keeps: bool = False
 
     @property
     def cost(self) -> int:
@@ -163,6 +213,22 @@ class Bucket:
     def storage(self) -> Storage:
         return self.parameters[0].storage
 
+    @property
+    def sends(self) -> bool:
+        """Whether shards go to owners."""
+        return self.storage.shards > 1 and not self.local
+
+    @property
+    def returns(self) -> bool:
+        """Whether updates go back to shards."""
+        return self.sends and not self.keeps
+
+    @property
+    def teams(self) -> list[tuple[int, ...]]:
+        """Positions of ranks that share matrices, each set once."""
+        cuts = (cut for s in self.segments for cut in s.cuts if cut is not None and cut.team)
+        return sorted({cut.team for cut in cuts})
+
     def owned(self, position: int) -> tuple[Segment, ...]:
         """Segments that the rank at a position transforms."""
         return tuple(s for s in self.segments if s.owner == position)
@@ -173,10 +239,10 @@ class Bucket:
         owned = self.owned(position)
         for index, segment in enumerate(owned):
             for unit_index, unit in enumerate(segment.units):
-                kind = Batch(unit.shape[1:], (), (), segment.team, *_cut(self.parameters[segment.parameter], segment))
+                kind = Batch(unit.shape[1:], (), (), segment.cut(unit_index), segment.copy)
                 alike.setdefault(kind, []).append((index, unit_index))
         for jobs in alike.values():  # the matrices of one unit side by side, so that its state is one run
-            jobs.sort(key=lambda job: (owned[job[0]].parameter, job[1], job[0]))
+            jobs.sort(key=lambda job: (owned[job[0]].parameter, owned[job[0]].index(job[1]), job[0]))
         return tuple(
             replace(kind, jobs=tuple(jobs), sizes=tuple(owned[i].units[u].shape[0] for i, u in jobs))
             for kind, jobs in alike.items()
@@ -226,13 +292,13 @@ class Plan:
         for bucket in self.buckets:
             for s in bucket.segments:
                 storage = bucket.parameters[s.parameter].storage
-                travels = storage.shards > 1 and not bucket.local
-                if travels:
+                if bucket.sends:
                     totals[storage.rank(s.owner)] += s.numel
+                given = (s.box,) if s.gives is None else s.gives
                 for shard, boxes in enumerate(storage.boxes):
-                    numel = sum(overlap(box, s.box) for box in boxes)
+                    numel = sum(overlap(box, part) for box in boxes for part in given)
                     for replica, row in enumerate(storage.ranks):
-                        if travels or replica != s.owner // storage.shards:
+                        if bucket.returns or replica != s.owner // storage.shards:
                             totals[row[shard]] += numel
         return list(totals.values())
 
@@ -255,7 +321,7 @@ class Plan:
             (
                 self.world_size,
                 [
-                    (b.group, b.local, b.segments, [(p.name, p.storage.boxes) for p in b.parameters])
+                    (b.group, b.local, b.keeps, b.segments, [(p.name, p.storage.boxes) for p in b.parameters])
                     for b in self.buckets
                 ],
             )
@@ -280,9 +346,11 @@ class Plan:
                 lines.append(
                     f"  rank {rank}: {load / 1e9:.4g} GFLOP, owns {numel:,} elements, receives {received:,} a step"
                 )
-            cut = sum(len(s.team) > 0 and s.owner == s.team[0] for b in self.buckets for s in b.segments)
-            if cut:
-                lines.append(f"  {cut} matrices are each transformed by several ranks together")
+            firsts = [
+                cut for b in self.buckets for s in b.segments for cut in s.cuts if cut and cut.team[:1] == (s.owner,)
+            ]
+            if firsts:
+                lines.append(f"  {len(firsts)} matrices are each transformed by several ranks together")
         return "\n".join(lines)
 
 
@@ -326,15 +394,18 @@ def make_plan(
     ordered = sorted(parameters, key=lambda p: (p.group, -p.cost, p.name))
     ranks = sorted({rank for p in parameters for row in p.storage.ranks for rank in row})
     owned = _Assignment(ranks).segments_of(ordered)
-    alike: dict[tuple[object, ...], list[PlannedParameter]] = {}
+    alike: dict[tuple[Any, ...], list[PlannedParameter]] = {}
     for parameter in parameters if forward_order else ordered:
-        key = (parameter.group, parameter.tag, parameter.storage.ranks, parameter.storage.shards, parameter.is_local)
+        storage, arrangement = parameter.storage, parameter.arrangement
+        keeps = arrangement is not None and arrangement.keeps(storage)
+        mode = arrangement and arrangement.mode
+        key = (parameter.group, parameter.tag, storage.ranks, storage.shards, parameter.is_local, keeps, mode)
         alike.setdefault(key, []).append(parameter)
     buckets = []
-    for members in alike.values():
+    for (*_, local, keeps, _), members in alike.items():
         for chunk in _chunks(members, max_bucket_numel):
             segments = tuple(replace(s, parameter=i) for i, p in enumerate(chunk) for s in owned[p.name])
-            buckets.append(Bucket(chunk[0].group, tuple(chunk), segments, chunk[0].is_local))
+            buckets.append(Bucket(chunk[0].group, tuple(chunk), segments, bool(local), bool(keeps)))
     return Plan(tuple(buckets), tuple(ranks) or (0,))
 
 
@@ -359,13 +430,19 @@ class _Assignment:
 
     def segments_of(self, parameters: Sequence[PlannedParameter]) -> dict[str, list[Segment]]:
         """Segments by parameter name: first those whose shard is given, then the others, all over the same ranks at once."""
+        from hf_emopt.distributed.tensor_parallel import segments_of
+
         segments: dict[str, list[Segment]] = {}
         for parameter in parameters:
-            if parameter.is_local:
+            if parameter.arrangement is not None:
+                segments[parameter.name] = segments_of(parameter, self.loads)
+                for segment in segments[parameter.name]:
+                    self._add(parameter.storage.rank(segment.owner), segment.cost)
+            elif parameter.is_local:
                 segments[parameter.name] = self._local(parameter)
         by_ranks: dict[tuple[tuple[int, ...], ...], list[PlannedParameter]] = {}
         for parameter in parameters:
-            if not parameter.is_local:
+            if parameter.name not in segments:
                 by_ranks.setdefault(parameter.storage.ranks, []).append(parameter)
         for members in by_ranks.values():
             segments |= self._shared(members)
@@ -413,7 +490,7 @@ class _Assignment:
             made = (
                 [_rows(p, start, stop, team[0], costs[key])]
                 if len(team) == 1
-                else _slices(p, team, shard_cost(key, len(team)))
+                else recut(p, team, shard_cost(key, len(team)))
             )
             segments[p.name].extend(made)
             for segment in made:
@@ -443,25 +520,20 @@ def _rows(parameter: PlannedParameter, start: int, stop: int, owner: int, cost: 
     return Segment(0, box, owner, units, cost)
 
 
-def _slices(parameter: PlannedParameter, team: tuple[int, ...], cost: int) -> list[Segment]:
+def recut(
+    parameter: PlannedParameter, team: tuple[int, ...], cost: int, method: Literal["standard", "gram"] = "standard"
+) -> list[Segment]:
     """One matrix cut along its long side, a slice for each member of the team."""
-    shape = parameter.storage.shape
+    shape, unit = parameter.storage.shape, parameter.units[0]
     dim = 0 if shape[0] >= shape[1] else 1
+    spans = tuple(_even_cuts(0, shape[dim], len(team)))
+    cut = Cut((unit.shape[1], unit.shape[2]), -2 if dim in unit.rows else -1, spans, team, method)
     segments = []
-    for owner, (start, stop) in zip(team, _even_cuts(0, shape[dim], len(team)), strict=True):
+    for owner, (start, stop) in zip(team, spans, strict=True):
         box = list(full_box(shape))
         box[dim] = (start, stop)
         view = list(shape)
         view[dim] = stop - start
-        unit = replace(parameter.units[0], view=tuple(view))
-        segments.append(Segment(0, tuple(box), owner, (unit,), cost, team, dim))
+        part = replace(unit, view=tuple(view))
+        segments.append(Segment(0, tuple(box), owner, (part,), cost, team, dim, cuts=(cut,)))
     return segments
-
-
-def _cut(parameter: PlannedParameter, segment: Segment) -> tuple[tuple[int, int], int, tuple[int, int]]:
-    """``(full_shape, dim, span)`` of a matrix that is cut; zeros otherwise."""
-    if not segment.team:
-        return (0, 0), -2, (0, 0)
-    unit = parameter.units[0]
-    _, m, n = unit.shape
-    return (m, n), (-2 if segment.dim in unit.rows else -1), segment.box[segment.dim]

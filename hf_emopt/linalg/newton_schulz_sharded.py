@@ -3,6 +3,9 @@
 With ``X`` as ``(s, l)``, short side first, and columns ``X_i`` on rank ``i``, the Gram matrix ``A = sum_i X_i X_i^T`` is
 one all-reduce of ``s x s``, and everything after it acts on each rank's columns alone: ``X_i <- a X_i + (b A + c A A)
 X_i``. Only sums over ranks are asked of the caller, so nothing here knows of processes or devices.
+
+In the Gram form (:mod:`hf_emopt.linalg.gram_newton_schulz`) the matrix is touched at the restarts and at the end only, so
+that five steps with one restart need two such all-reduces instead of five.
 """
 
 from __future__ import annotations
@@ -16,22 +19,35 @@ import torch
 from torch import Tensor
 
 from hf_emopt.linalg.coefficients import CoefficientSpec, ResolvedCoefficients, resolve_coefficients
+from hf_emopt.linalg.gram_newton_schulz import _apply, _product, _scales, _segment, find_restart_steps, start_factor
 from hf_emopt.linalg.newton_schulz import (
     Normalization,
     _check_dtype,
     _check_input,
+    _check_method,
     _check_normalization,
     default_dtype,
 )
 from hf_emopt.linalg.symmetric import add_product, gram, symmetric_polynomial
 
-__all__ = ["Reduce", "newton_schulz_sharded", "newton_schulz_sharded_flops"]
+__all__ = [
+    "Method",
+    "Reduce",
+    "ShardedCost",
+    "newton_schulz_sharded",
+    "newton_schulz_sharded_flops",
+    "sharded_cost",
+    "sharded_seconds",
+]
 
 Reduce = Callable[[Tensor], Tensor]
 """Reduces a contiguous tensor elementwise over the ranks that share a matrix, in place or not, and returns the result,
 which must have the same bits on all of them."""
 
 Form = Literal["polynomial", "gram_twice", "shared_polynomial"]
+
+Method = Literal["standard", "gram"]
+"""The iteration on the matrix, or on its Gram matrix."""
 
 # An element of an s x s exchange has to save this many operations: on an H100, 600 TFLOP/s of products against
 # 300 GB/s of all-reduce make two bytes, of which half travel and travel twice, worth about 4,000.
@@ -67,6 +83,55 @@ def newton_schulz_sharded_flops(m: int, n: int, parts: int, steps: int = 5) -> i
     matrices scale as ``1 / parts``; others up to half as much again is spent, or an exchange more.
     """
     return steps * _cheapest_form(min(m, n), max(m, n), parts)[1]
+
+
+@dataclass(frozen=True)
+class ShardedCost:
+    """What one rank computes and what it adds up with the others, for one matrix.
+
+    Attributes:
+        flops: of the rank with the longest slice.
+        reductions: elements of each all-reduce of float32 numbers (float64 for that dtype), apart from the exchange below.
+        exchanged: elements of each all-reduce in the dtype of the products.
+    """
+
+    flops: int
+    reductions: tuple[int, ...]
+    exchanged: tuple[int, ...] = ()
+
+
+def sharded_cost(
+    m: int, n: int, parts: int, steps: int = 5, coefficients: CoefficientSpec = "jordan", method: Method = "standard"
+) -> ShardedCost:
+    """What :func:`newton_schulz_sharded` costs for one ``(m, n)`` matrix with ``"scale_free"`` normalization.
+
+    Products are counted as general ones, also where kernels compute half of a symmetric result.
+    """
+    short, long = min(m, n), max(m, n)
+    triangle = short * (short + 1) // 2
+    if method == "standard":
+        form, flops = _cheapest_form(short, long, parts)
+        exchanged = (triangle,) * steps if form == "shared_polynomial" else ()
+        return ShardedCost(steps * flops, (1, 1) + (triangle,) * steps, exchanged)
+    resolved = resolve_coefficients(coefficients, steps)
+    segments = len(find_restart_steps(resolved.steps)) + 1
+    square = steps + 3 * (steps - segments)  # P of each step; Q and R where a segment goes on
+    flops = segments * 4 * short * short * -(-long // parts) + 2 * square * short**3
+    return ShardedCost(flops, (2 * parts,) + (triangle,) * segments)
+
+
+# One H100 with NVLink: products in 16 bits, bytes of an all-reduce as they leave a rank, and the start of a message.
+FLOPS_PER_SECOND = 600e12
+BYTES_PER_SECOND = 300e9
+SECONDS_PER_MESSAGE = 2e-5
+
+
+def sharded_seconds(cost: ShardedCost, parts: int, wire_bytes: int = 2) -> float:
+    """Time of one matrix: its operations, the bytes of its all-reduces (each number leaves and returns), and their start."""
+    numbers = 4 * sum(cost.reductions) + wire_bytes * sum(cost.exchanged)
+    messages = len(cost.reductions) + len(cost.exchanged)
+    travel = 2 * (parts - 1) / parts * numbers / BYTES_PER_SECOND
+    return cost.flops / FLOPS_PER_SECOND + travel + SECONDS_PER_MESSAGE * messages
 
 
 @dataclass(frozen=True)
@@ -125,6 +190,8 @@ def newton_schulz_sharded(
     parts: int,
     eps: float | None = None,
     normalization: Normalization = "scale_free",
+    method: Method = "standard",
+    index: int | None = None,
 ) -> Tensor:
     """This rank's slice of what :func:`~hf_emopt.linalg.newton_schulz.newton_schulz` makes of the whole matrices.
 
@@ -145,6 +212,9 @@ def newton_schulz_sharded(
         parts: ranks that share the work evenly enough to be counted; it chooses the order of products, not the result.
         eps, normalization: as in ``newton_schulz``. ``"clamp"`` and ``"add"`` take the norm in float32 and round it to
             ``dtype``: the definition of the programs they are named after, but not their bits.
+        method: ``"standard"``, one Gram matrix a step; or ``"gram"``, one at the start and at each restart, in float16
+            where ``dtype`` is ``None`` and the device has it.
+        index: which of the ``parts`` this slice is; for ``"gram"``, where the norm and the peak are one message.
 
     Returns:
         The slice of the result, shaped as ``x``, in ``dtype``. As with the whole matrix, zeros give zeros, and a NaN or an
@@ -152,17 +222,22 @@ def newton_schulz_sharded(
 
     Per step and rank: the products of :func:`newton_schulz_sharded_flops`; one all-reduce of ``s (s + 1) / 2`` elements
     (the lower triangle of the Gram matrix, in float32, or float64 for that dtype), and where it pays a second one in
-    ``dtype``. Once: one number per matrix for the norm and one for the peak; a Gram matrix more for row rescaling.
+    ``dtype``. Once: one number per matrix for the norm and one for the peak; a Gram matrix more for row rescaling. The Gram
+    form: the all-reduce at the start and at each restart alone, and once ``2 parts`` numbers per matrix.
 
     Raises:
         TypeError: ``x`` is not a real floating-point tensor.
         ValueError: arguments that ``newton_schulz`` refuses; a cut along the short side; a slice that does not fit
-            ``full_shape``; rows of square matrices with a coefficient set that rescales rows.
+            ``full_shape``; rows of square matrices with a coefficient set that rescales rows; the Gram form without
+            ``index``.
     """
     _check_input(x)
     dim = _check_slice(x, dim, full_shape, start, parts)
-    dtype = _check_dtype(default_dtype(x.device) if dtype is None else dtype)
     resolved = resolve_coefficients(coefficients, steps)
+    _check_method(method, dtype, normalization, resolved)
+    if dtype is None:
+        dtype = torch.float16 if method == "gram" and x.device.type == "cuda" else default_dtype(x.device)
+    dtype = _check_dtype(dtype)
     floor = _check_normalization(normalization, eps, resolved)
     if resolved.scaling == "aol" and dim == -2 and full_shape[0] == full_shape[1]:
         raise ValueError(
@@ -174,6 +249,12 @@ def newton_schulz_sharded(
         return torch.empty(x.shape, dtype=dtype, device=x.device)
 
     matrices = x.reshape(x.shape[-2:]) if batch == 1 else x.reshape(batch, *x.shape[-2:])
+    if method == "gram":
+        if index is None or not 0 <= index < parts:
+            raise ValueError(
+                f"index={index} must say which of the {parts} parts the slice is, from 0, for method='gram'"
+            )
+        return _gram_form(matrices, dim == -2, resolved, dtype, all_reduce, parts, index).reshape(x.shape)
     y = matrices.mT if dim == -2 else matrices
     short, long = min(full_shape), max(full_shape)
     form = _cheapest_form(short, long, parts)[0]
@@ -218,6 +299,51 @@ def _normalize_scale_free(x: Tensor, part: _Slice, resolved: ResolvedCoefficient
         row_sum: Tensor = torch.linalg.vector_norm(product, ord=1, dim=-1, keepdim=True, dtype=y.dtype)
         y = y * row_sum.rsqrt().masked_fill(row_sum == 0, 0.0)
     return y.to(dtype)
+
+
+def _gram_form(
+    x: Tensor,
+    tall: bool,
+    resolved: ResolvedCoefficients,
+    dtype: torch.dtype,
+    all_reduce: Reduce,
+    parts: int,
+    index: int,
+) -> Tensor:
+    """The slice of the result by way of Gram matrices; rows are cut where ``tall``, else columns."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    own_peak, own_square = _own_scale(wide)
+    scales = wide.new_zeros(*x.shape[:-2], parts, 2)
+    scales[..., index, :] = torch.stack([own_peak, own_square], dim=-1)
+    scales = all_reduce(scales)  # each number stands alone in its sum, so that this is a gather
+    peaks, squares = scales.unbind(-1)
+    peak = peaks.amax(-1, keepdim=True)
+    safe = peak.masked_fill(peak == 0, 1.0)
+    norm = ((peaks / safe).square() * squares).sum(-1, keepdim=True).sqrt().clamp(min=1.0)
+    divisor = (norm / start_factor(dtype, resolved.safety_factor))[..., None]
+    y = (wide / safe[..., None]).div_(divisor).to(dtype)
+    scale, gram_scale = _scales(dtype)
+    restarts = find_restart_steps(resolved.steps)
+    q = y
+    for first, last in zip([0, *restarts], [*restarts, len(resolved.steps)]):
+        if first > 0:
+            y = _apply(q, y, tall)
+        rows = y.mT if tall else y
+        product = _product(rows, rows, None, gram_scale / scale**2, 0.0, 0.0, "auto")
+        packed = _pack(product).to(torch.promote_types(dtype, torch.float32))
+        product = _unpack(all_reduce(packed).to(dtype), product.shape[-1])
+        q = _segment(product, resolved.steps[first:last], gram_scale, "auto")
+    return _apply(q, y, tall, 1.0 / scale)
+
+
+def _own_scale(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Largest magnitude of each matrix, and the sum of squares in units of it."""
+    if 0 in x.shape[-2:]:
+        zero = x.new_zeros(x.shape[:-2])
+        return zero, zero
+    peak: Tensor = torch.linalg.vector_norm(x, ord=math.inf, dim=(-2, -1), keepdim=True)
+    norm: Tensor = torch.linalg.vector_norm(x / peak.masked_fill(peak == 0, 1.0), dim=(-2, -1))
+    return peak[..., 0, 0], norm.square()
 
 
 def _step(y: Tensor, part: _Slice, a: float, b: float, c: float) -> Tensor:

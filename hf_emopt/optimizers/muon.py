@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_emopt.distributed.layout import ProcessGroupArgument
+from hf_emopt.distributed.tensor_parallel import TensorParallel
 from hf_emopt.groups import ParamsArgument
 from hf_emopt.matrix_optimizer import MatrixOptimizer
 from hf_emopt.optimizers.options import aux_defaults, dtype_name
@@ -71,6 +72,12 @@ class Muon(MatrixOptimizer):
             than by a forward pass or ``state_dict`` has to call :meth:`synchronize` first. Needs the model as ``params``.
         process_group: the ranks that hold copies of the parameters; ``None`` for all, ``"self"`` where each process trains a
             model of its own. DTensors (FSDP2, HSDP) know their ranks.
+        tensor_parallel: what is done with matrices that tensor parallelism cuts: ``"layerwise"`` (whole matrices go to
+            owners), ``"duplicated"`` (every rank gathers and transforms all), ``"distributed"`` (Gram matrices are summed over
+            ranks), ``"auto"`` (which of these a model of bytes and operations has cheapest), or ``"blockwise"`` (slices
+            are matrices of their own: no bytes, but another update). Kept by group, and never taken from a checkpoint.
+        tensor_parallel_modules: the same for single parameters, ``"pattern:mode"`` with ``;`` between, such as
+            ``"o_proj:duplicated"``.
 
     Raises:
         ValueError: when a value is out of range, or no parameter is a matrix.
@@ -108,11 +115,14 @@ class Muon(MatrixOptimizer):
         transport_dtype: torch.dtype | str | None = None,
         overlap_param_gather: bool = False,
         process_group: ProcessGroupArgument = None,
+        tensor_parallel: TensorParallel = "auto",
+        tensor_parallel_modules: str | Sequence[str] | None = None,
     ) -> None:
         matrix = _muon_defaults(
             momentum, nesterov, ns_coefficients, ns_steps, ns_dtype, adjust_lr_fn, eps, cautious_weight_decay, compat
         )
         matrix.update(lr=lr, weight_decay=weight_decay, low_precision_weights=low_precision_weights)
+        matrix["tensor_parallel"] = tensor_parallel
         aux = aux_defaults(matrix, aux_lr, aux_betas, aux_eps, aux_weight_decay)
         super().__init__(
             params,
@@ -127,6 +137,7 @@ class Muon(MatrixOptimizer):
             transport_dtype=transport_dtype,
             overlap_param_gather=overlap_param_gather,
             process_group=process_group,
+            tensor_parallel_modules=tensor_parallel_modules,
         )
 
 
@@ -184,11 +195,14 @@ class NorMuon(MatrixOptimizer):
         transport_dtype: torch.dtype | str | None = None,
         overlap_param_gather: bool = False,
         process_group: ProcessGroupArgument = None,
+        tensor_parallel: TensorParallel = "auto",
+        tensor_parallel_modules: str | Sequence[str] | None = None,
     ) -> None:
         matrix = _muon_defaults(
             momentum, nesterov, ns_coefficients, ns_steps, ns_dtype, adjust_lr_fn, eps, cautious_weight_decay, None
         )
         matrix.update(lr=lr, weight_decay=weight_decay, low_precision_weights=low_precision_weights, beta2=beta2)
+        matrix["tensor_parallel"] = tensor_parallel
         aux = aux_defaults(matrix, aux_lr, aux_betas, aux_eps, aux_weight_decay)
         super().__init__(
             params,
@@ -203,6 +217,7 @@ class NorMuon(MatrixOptimizer):
             transport_dtype=transport_dtype,
             overlap_param_gather=overlap_param_gather,
             process_group=process_group,
+            tensor_parallel_modules=tensor_parallel_modules,
         )
 
 

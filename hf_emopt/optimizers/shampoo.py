@@ -60,6 +60,9 @@ class Shampoo(MatrixOptimizer):
         matrix_modules, aux_modules: regular expressions on dotted parameter names that override the routing.
         low_precision_weights, per_head, allow_no_matrices, skip_nonfinite: as for :class:`Muon`.
         transport_dtype, overlap_param_gather, process_group: as for :class:`Muon`.
+        tensor_parallel: ``"auto"`` and ``"layerwise"`` bring whole matrices to owners, with their factors; ``"blockwise"``
+            gives each slice that tensor parallelism makes factors of its own: no bytes, but another update.
+        tensor_parallel_modules: the same for single parameters, ``"pattern:mode"`` with ``;`` between.
 
     Raises:
         ValueError: when a value is out of range, or no parameter is a matrix.
@@ -111,9 +114,12 @@ class Shampoo(MatrixOptimizer):
         transport_dtype: torch.dtype | str | None = None,
         overlap_param_gather: bool = False,
         process_group: ProcessGroupArgument = None,
+        tensor_parallel: Literal["auto", "layerwise", "blockwise"] = "auto",
+        tensor_parallel_modules: str | Sequence[str] | None = None,
     ) -> None:
         start = precondition_frequency if start_preconditioning_step is None else start_preconditioning_step
         matrix: Group = {
+            "tensor_parallel": tensor_parallel,
             "lr": lr,
             "peak_lr": float(lr),
             "betas": tuple(betas),
@@ -157,6 +163,7 @@ class Shampoo(MatrixOptimizer):
             transport_dtype=transport_dtype,
             overlap_param_gather=overlap_param_gather,
             process_group=process_group,
+            tensor_parallel_modules=tensor_parallel_modules,
         )
 
 

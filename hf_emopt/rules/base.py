@@ -10,10 +10,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
+
+from hf_emopt.linalg.newton_schulz_sharded import ShardedCost
 
 __all__ = ["Clock", "Group", "MatrixRule", "Shard", "state_dtype"]
 
@@ -55,6 +57,8 @@ class Shard:
         sum: adds a contiguous tensor up over all parts, in place or not; the result has the same bits everywhere.
         max: the same for the elementwise largest value.
         parts: ranks that share the matrices.
+        index: which part this is, from 0.
+        method: of an iteration that has several: ``"standard"`` or ``"gram"``.
     """
 
     dim: int
@@ -64,6 +68,8 @@ class Shard:
     sum: Callable[[Tensor], Tensor]
     max: Callable[[Tensor], Tensor]
     parts: int
+    index: int = 0
+    method: Literal["standard", "gram"] = "standard"
 
 
 class MatrixRule(ABC):
@@ -79,6 +85,9 @@ class MatrixRule(ABC):
     name: ClassVar[str]
     scheduled: ClassVar[bool] = False
     """Whether the rule reads its :class:`Clock`: it has periodic work or rounds of warm-up."""
+
+    tensor_parallel_modes: ClassVar[tuple[str, ...]] = ("auto", "layerwise", "blockwise")
+    """What ``tensor_parallel`` may be: state of whole matrices has one owner, unless the rule says that it needs none."""
 
     def validate(self, group: Group) -> None:  # noqa: B027 - most rules have something to check, none has to
         """Raises ``ValueError`` naming the hyperparameter, its value and what is accepted."""
@@ -127,6 +136,21 @@ class MatrixRule(ABC):
         ``unit_state`` is changed in place. The result is subtracted from the weights, times the learning rate alone.
         """
 
+    def transform_part(
+        self,
+        x: Tensor,
+        unit_state: dict[str, Tensor],
+        group: Group,
+        ok: Tensor | None,
+        clock: Clock,
+        full_shape: tuple[int, int],
+    ) -> Tensor:
+        """:meth:`transform` of slices ``(B, m_i, n)`` or ``(B, m, n_i)`` as if each were a matrix, which is another update.
+
+        What depends on the shape of a matrix alone, a scale, is that of the whole, ``full_shape``.
+        """
+        return self.transform(x, unit_state, group, ok, clock)
+
     def settle(self, key: tuple[int, int], storage: dict[str, Tensor]) -> None:  # noqa: B027 - most have none
         """Finishes work in the background for the batch ``key`` and writes it to the batch's unit state."""
 
@@ -158,6 +182,19 @@ class MatrixRule(ABC):
         The whole :meth:`cost` for a rule that cannot be sharded: nothing is gained by more ranks.
         """
         return self.cost(m, n, group)
+
+    def shard_work(
+        self, m: int, n: int, k: int, dim: int, group: Group
+    ) -> tuple[Literal["standard", "gram"], ShardedCost]:
+        """The better method of :meth:`transform_shard` for one ``m x n`` matrix on ``k`` ranks, and what it costs.
+
+        Args:
+            dim: the side that is cut.
+
+        Raises:
+            NotImplementedError: when :meth:`can_shard` says no.
+        """
+        raise NotImplementedError(f"{self.name} needs whole matrices with these hyperparameters")
 
     @abstractmethod
     def describe(self, group: Group) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -17,7 +17,14 @@ from torch import Tensor
 
 from hf_emopt.linalg.coefficients import resolve_coefficients
 from hf_emopt.linalg.newton_schulz import newton_schulz, newton_schulz_flops
-from hf_emopt.linalg.newton_schulz_sharded import newton_schulz_sharded, newton_schulz_sharded_flops
+from hf_emopt.linalg.newton_schulz_sharded import (
+    Method,
+    ShardedCost,
+    newton_schulz_sharded,
+    newton_schulz_sharded_flops,
+    sharded_cost,
+    sharded_seconds,
+)
 from hf_emopt.rules.base import Clock, Group, MatrixRule, Shard, state_dtype
 
 __all__ = ["ADJUST_LR_FNS", "COMPAT", "AdjustLrFn", "CompatName", "MuonRule", "NorMuonRule", "update_scale"]
@@ -102,6 +109,7 @@ class MuonRule(MatrixRule):
     """
 
     name: ClassVar[str] = "muon"
+    tensor_parallel_modes: ClassVar[tuple[str, ...]] = ("auto", "layerwise", "duplicated", "distributed", "blockwise")
 
     def validate(self, group: Group) -> None:
         momentum, steps, compat = group["momentum"], group["ns_steps"], group["compat"]
@@ -187,6 +195,20 @@ class MuonRule(MatrixRule):
     ) -> Tensor:
         return self.scaled(self.orthogonalize(x, group), group, x.dtype)
 
+    def transform_part(
+        self,
+        x: Tensor,
+        unit_state: dict[str, Tensor],
+        group: Group,
+        ok: Tensor | None,
+        clock: Clock,
+        full_shape: tuple[int, int],
+    ) -> Tensor:
+        form = _compat(group)
+        rule = form.adjust_lr_fn or group["adjust_lr_fn"]
+        scale = update_scale(rule, *full_shape) / update_scale(rule, x.shape[-2], x.shape[-1])
+        return self.transform(x, unit_state, group, ok, clock) * scale
+
     def can_shard(self, group: Group) -> bool:
         # Another implementation's bits need its order of products; rescaled rows have to be whole.
         resolved = resolve_coefficients(group["ns_coefficients"], group["ns_steps"])
@@ -216,6 +238,8 @@ class MuonRule(MatrixRule):
             parts=shard.parts,
             eps=group["eps"],
             normalization="scale_free" if group["eps"] is None else "clamp",
+            method=shard.method,
+            index=shard.index,
         )
 
     def transform_shard(
@@ -231,6 +255,18 @@ class MuonRule(MatrixRule):
         if not self.can_shard(group):
             return self.cost(m, n, group)
         return newton_schulz_sharded_flops(m, n, k, group["ns_steps"])
+
+    def shard_work(self, m: int, n: int, k: int, dim: int, group: Group) -> tuple[Method, ShardedCost]:
+        if not self.can_shard(group):
+            return super().shard_work(m, n, k, dim, group)
+        methods: list[Method] = ["standard"]
+        if group["eps"] is None and group["ns_dtype"] != "bfloat16":  # which has too few bits for the Gram form
+            methods.append("gram")
+        work = {
+            method: sharded_cost(m, n, k, group["ns_steps"], group["ns_coefficients"], method) for method in methods
+        }
+        best = min(methods, key=lambda method: sharded_seconds(work[method], k))
+        return best, work[best]
 
     def describe(self, group: Group) -> str:
         form = _compat(group)
@@ -308,6 +344,11 @@ class NorMuonRule(MuonRule):
         target, length = shard.sum(parts.square()).sqrt().unbind(0)
         update = normalized * (target / length.clamp_min(torch.finfo(x.dtype).tiny))
         return update * update_scale(group["adjust_lr_fn"], *shard.full_shape)
+
+    def shard_work(self, m: int, n: int, k: int, dim: int, group: Group) -> tuple[Method, ShardedCost]:
+        method, work = super().shard_work(m, n, k, dim, group)
+        rows = (m,) if dim == -1 else ()  # the moments of rows that are cut, then the norms before and after
+        return method, replace(work, reductions=(*work.reductions, *rows, 2))
 
 
 _OURS = Compat("clamp", 1e-7, "ema", False, None, "this package")
