@@ -3,6 +3,7 @@
 from hf_emopt._version import __version__
 from hf_emopt.checkpoint_files import CheckpointError, newest_checkpoint
 from hf_emopt.integrations.accelerate import Accelerator, EmoptPlugin
+from hf_emopt.integrations.deepspeed import watch
 from hf_emopt.integrations.trainer import EmoptTrainer, EmoptTrainerMixin
 from hf_emopt.integrations.transformers import register
 from hf_emopt.linalg.newton_schulz import newton_schulz
@@ -27,3 +28,4 @@ __all__ = [
 ]
 
 register()
+watch()

@@ -16,10 +16,12 @@ from hf_emopt.distributed.agreement import Agreement, Council, control_device, v
 from hf_emopt.distributed.exchange import Exchange
 from hf_emopt.distributed.layout import (
     Grid,
+    Partition,
     ProcessGroupArgument,
     UnsupportedLayoutError,
     grid_of,
     group_of,
+    is_sharded,
     open_groups,
     single_grid,
 )
@@ -71,6 +73,7 @@ class Engine:
         self.transform_count = 0
         self.unit_states: dict[tuple[int, int], State] = {}
         self.council = Council(None, ())
+        self._councils: dict[frozenset[str], Council] = {}
         self._agreement = Agreement(None, frozenset())
         self._ok: dict[torch.device, Tensor | None] = {}
         self._exchanges: dict[tuple[Any, ...], Exchange] = {}
@@ -111,7 +114,7 @@ class Engine:
         handles: dict[int, Any] = {}
         for name, param in self._named():
             grid = self.grids[name]
-            if not isinstance(param, DTensor) and grid.replica_group is not None:
+            if not is_sharded(param) and grid.replica_group is not None:
                 by_group[id(grid.replica_group)].append((name, param))
                 handles[id(grid.replica_group)] = grid.replica_group
         for key, named in by_group.items():
@@ -149,20 +152,30 @@ class Engine:
 
     # ------------------------------------------------------------------ a step
 
-    def begin(self, finite: dict[torch.device, Tensor]) -> Agreement:
+    def begin(self, finite: dict[torch.device, Tensor], among: frozenset[str] | None = None) -> Agreement:
         """Settles whether this step counts and which parameters take part.
 
         Args:
             finite: for each device, whether all gradients on it are finite; empty when not checked.
+            among: names of the parameters that this step is about; ``None`` for all.
         """
         self._follow_periods()
         present = frozenset(name for name, p in self._named() if p.grad is not None)
         flag = None
         for device_flag in finite.values():
             flag = device_flag if flag is None else flag & device_flag.to(flag.device)
-        self._agreement = self.council.agree(flag, present)
+        self._agreement = self._council_of(among).agree(flag, present)
         self._ok = {}
         return self._agreement
+
+    def _council_of(self, among: frozenset[str] | None) -> Council:
+        """The ranks and what they agree on, where a wrapper steps some parameters at a time."""
+        if among is None or self.council.group is None:
+            return self.council
+        if among not in self._councils:
+            names = [name for name in self.council.names if name in among]
+            self._councils[among] = Council(self.council.group, names)
+        return self._councils[among]
 
     def ok_on(self, device: torch.device) -> Tensor | None:
         """The agreement's verdict on a device, or ``None``."""
@@ -263,7 +276,7 @@ class Engine:
 
     def _has_owners(self, bucket: Bucket) -> bool:
         """Whether every rank holds the bucket's parameters whole and their state lies with owners."""
-        return bucket.storage.world_size > 1 and not isinstance(self.parameter(bucket, 0), DTensor)
+        return bucket.storage.world_size > 1 and not is_sharded(self.parameter(bucket, 0))
 
     def next_round(self, state: State) -> int:
         """Counts the optimizer steps that a parameter took part in, on the host, for rules with a schedule."""
@@ -292,7 +305,7 @@ class Engine:
             known = self.state.get(param, {})
             like = torch.empty(0, dtype=param.dtype, device=compute_device(param))
             for name, value in self.rule.init_unit_state((size, *batch.shape), group, like).items():
-                parts[name].append(known.get(f"{name}.{u}", value))
+                parts[name].append(known.get(f"{name}.{u}", value).to(value.device))
         storage = {name: torch.cat(values) for name, values in parts.items()}
         for name, value in storage.items():
             for view, (i, u, _) in zip(value.split([size for _, _, size in runs]), runs):
@@ -372,6 +385,8 @@ def part_of(tensor: Tensor, owned: Sequence[Segment]) -> Tensor | None:
 
 def compute_device(param: Tensor) -> torch.device:
     """The mesh's accelerator for a shard that is offloaded to the host, and else where the parameter is."""
+    if isinstance(param, Partition):
+        return param.compute
     if isinstance(param, DTensor):
         kind = param.device_mesh.device_type
         if kind != param.device.type:
@@ -384,11 +399,13 @@ def build_grids(named: Sequence[tuple[str, Tensor]], process_group: ProcessGroup
     grids: dict[str, Grid] = {}
     known: dict[Any, Grid] = {}
     for name, param in named:
-        if param.device.type == "meta" and not isinstance(param, DTensor):
+        if param.device.type == "meta" and not is_sharded(param):
             grids[name] = known.setdefault("meta", single_grid())
             continue
         key: Any = "plain"
-        if isinstance(param, DTensor):
+        if isinstance(param, Partition):
+            key = id(param.grid)
+        elif isinstance(param, DTensor):
             key = (param.device_mesh, tuple((type(p), getattr(p, "dim", None)) for p in param.placements))
         if key not in known:
             known[key] = grid_of(name, param, process_group)

@@ -7,12 +7,12 @@ import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from hf_emopt.arranging import Choice, ModeOverrides, arrange, describe
 from hf_emopt.checkpointing import consolidate, emitted, left_behind, loaded, only_initializes
@@ -25,13 +25,16 @@ from hf_emopt.distributed.layout import (
     Storage,
     UnsupportedLayoutError,
     check_layout,
+    is_sharded,
     local_gradient,
     local_tensor,
     storage_of,
     takes_all_ranks,
+    whole_numel,
 )
 from hf_emopt.distributed.plan import MAX_BUCKET_NUMEL, Bucket, Plan, PlannedParameter, make_plan
 from hf_emopt.engine import Engine, build_grids
+from hf_emopt.flattened import Flattened
 from hf_emopt.groups import GroupBuilder, ParamsArgument, describe_torch_group, unpack_units
 from hf_emopt.routing.route import ParameterRoute, RouteTable, coverage_warning
 from hf_emopt.routing.unit import Unit
@@ -104,6 +107,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._skipped: dict[torch.device, Tensor] = {}
         self._transforms = 0
         self._engine: Engine | None = None
+        self._flattened: Flattened | None = None
         self._planned_for: tuple[Any, ...] = ()
         self._consolidated: dict[str, dict[str, Any]] | None = None
         self._only_initialized = False
@@ -192,21 +196,28 @@ class MatrixOptimizer(torch.optim.Optimizer):
     @property
     def skipped_steps(self) -> int:
         """Steps skipped because a gradient was not finite. Reading it waits for the device."""
+        if self._flattened is not None:  # the wrapper skips them, for all groups at once
+            return self._flattened.skipped_steps()
         return max((int(count) for count in self._skipped.values()), default=0)
 
     def explain(self) -> str:
         """The route table, the groups, what a step does and how it is batched, as text."""
-        rule_line = next((self.rule.describe(g) for g in self.param_groups if g["kind"] == "matrix"), "no matrices")
-        groups = "\n".join("  " + describe_torch_group(g) for g in self.param_groups)
-        if self._engine is not None and self._planned_for == self._identity():
-            plan = self._engine.plan
-        else:  # of its own: to plan anew in the middle of a run takes all ranks
-            plan = make_plan(self.planned_parameters(self._grids()))
+        with self._as_built():
+            rule_line = next((self.rule.describe(g) for g in self.param_groups if g["kind"] == "matrix"), "no matrices")
+            groups = "\n".join("  " + describe_torch_group(g) for g in self.param_groups)
+            if self._engine is not None and self._planned_for == self._identity():
+                plan = self._engine.plan
+            else:  # of its own: to plan anew in the middle of a run takes all ranks
+                plan = make_plan(self.planned_parameters(self._grids()))
         return "\n".join(
             part
             for part in (str(self.routes), rule_line, "groups:", groups, str(plan), describe(self._choices))
             if part
         )
+
+    def _as_built(self) -> AbstractContextManager[None]:
+        """Inside, groups have all parameters, also where a wrapper has put flat tensors in their place."""
+        return nullcontext() if self._flattened is None else self._flattened.exposed(self)
 
     @property
     def transform_count(self) -> int:
@@ -231,13 +242,22 @@ class MatrixOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.synchronize()
+        if self._flattened is None:
+            self._step_groups(None)
+        else:
+            with self._flattened.stepping(self) as names:
+                self._step_groups(names)
+        return loss
+
+    def _step_groups(self, among: frozenset[str] | None) -> None:
+        """A step of the parameters with these names, or of all."""
         engine = self._current_engine()
         engine.prepare()
         self._consolidated = None
-        self._only_initialized = only_initializes(self, engine)
+        self._only_initialized = among is None and only_initializes(self, engine)
         if self._only_initialized:
-            return loss
-        agreement = engine.begin(self._finite_flags())
+            return
+        agreement = engine.begin(self._finite_flags(), among)
         if agreement.ok is not None:
             ok = agreement.ok
             if ok.device not in self._skipped:
@@ -256,7 +276,6 @@ class MatrixOptimizer(torch.optim.Optimizer):
             self._delayed.begin((task, [engine.parameter(b, i) for i in engine.present(b)]) for task, b in tasks)
         else:
             pipeline(task for task, _ in tasks)
-        return loss
 
     @property
     def _overlaps(self) -> bool:
@@ -298,7 +317,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         model = self._model() if self._overlaps and self._model is not None else None
         if model is None:
             return
-        if any(isinstance(p, DTensor) for g in self.param_groups for p in g["params"]):
+        if any(is_sharded(p) for g in self.param_groups for p in g["params"]):
             raise UnsupportedLayoutError(
                 "overlap_param_gather=True puts off updates of parameters that every rank holds whole (DDP); sharded ones "
                 "are gathered by FSDP before a forward hook of ours could finish them: leave it out under FSDP2 and HSDP"
@@ -352,7 +371,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
             for position, (name, param) in enumerate(zip(group["param_names"], group["params"])):
                 units = unpack_units(group["units"][position])
                 check_layout(name, param, units)
-                if param.numel() == 0:
+                if whole_numel(param) == 0:
                     continue
                 costs = tuple(u.shape[0] * self.rule.cost(*u.shape[1:], group) for u in units)
                 storage = storage_of(param, grids[name]) if grids else Storage.whole(param.shape)
@@ -388,7 +407,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
             for position, (name, param) in enumerate(zip(group["param_names"], group["params"])):
                 grid = grids[name]
                 check_layout(name, param, ())
-                if grid.replicas > 1 and grid.shards == 1 and not isinstance(param, DTensor) and param.numel():
+                if grid.replicas > 1 and grid.shards == 1 and not is_sharded(param) and param.numel():
                     storage = Storage.copies(param.shape, grid)
                     tag = f"{param.dtype} {param.device}"
                     planned.append(PlannedParameter(name, group_index, position, (), (param.numel(),), tag, storage))
@@ -488,6 +507,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
             "_transforms": self.transform_count,
             "_consolidated": None,
             "_model": None,
+            "_flattened": None,
             "process_group": self.process_group if self.process_group in (None, "self") else LOST,
         }
 

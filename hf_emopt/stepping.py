@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from hf_emopt.distributed.exchange import Exchange
-from hf_emopt.distributed.layout import local_gradient, local_tensor
+from hf_emopt.distributed.layout import is_sharded, local_gradient, local_tensor
 from hf_emopt.distributed.plan import Batch, Bucket, Segment
 from hf_emopt.engine import Engine, compute_device
 from hf_emopt.routing.unit import Unit
@@ -78,7 +77,7 @@ def step_bucket(engine: Engine, index: int, bucket: Bucket, present: Sequence[in
     owned = [s for s in bucket.owned(grid.position) if s.parameter in chosen]
     row = {i: k for k, i in enumerate(present)}
     rounds = [engine.next_round(engine.state_of(bucket, i)) for i in present]
-    sharded = isinstance(params[0], DTensor)  # state lies as the parameter does, also where there is but one shard
+    sharded = is_sharded(params[0])  # state lies as the parameter does, also where there is but one shard
     parts = _shards(engine, bucket, present) if sharded else _owned_parts(engine, bucket, owned)
     ok = engine.ok_on(params[0].device)
     messages = engine.rule.accumulate(

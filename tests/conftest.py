@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from harness import World, Worlds
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE / "distributed"), str(HERE / "integrations")]
+sys.path[:0] = [str(HERE), *(str(HERE / name) for name in ("distributed", "integrations", "zero"))]
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
 
 

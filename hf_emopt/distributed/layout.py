@@ -23,12 +23,14 @@ from hf_emopt.routing.unit import Unit
 __all__ = [
     "Box",
     "Grid",
+    "Partition",
     "ProcessGroupArgument",
     "Storage",
     "UnsupportedLayoutError",
     "check_layout",
     "grid_of",
     "group_of",
+    "is_sharded",
     "local_gradient",
     "local_tensor",
     "open_groups",
@@ -36,6 +38,8 @@ __all__ = [
     "slices",
     "storage_of",
     "takes_all_ranks",
+    "whole_numel",
+    "whole_shape",
 ]
 
 Box = tuple[tuple[int, int], ...]
@@ -147,6 +151,49 @@ class Grid:
         return self.replica * self.shards + self.shard
 
 
+class Partition(torch.Tensor):
+    """This rank's run of a parameter that was flattened before it was cut among ranks (ZeRO).
+
+    A tensor of one dimension and of any length, also none, in the memory of the flat tensor that a wrapper steps.
+
+    Attributes:
+        local: the same memory as a plain tensor.
+        storage_map: where all elements of the flat parameter lie.
+        grid: the ranks.
+        full_shape: of the parameter before it was flattened.
+        compute: device of transforms; another than the partition's where that is offloaded.
+    """
+
+    local: Tensor
+    storage_map: Storage
+    grid: Grid
+    full_shape: tuple[int, ...]
+    compute: torch.device
+    # What is computed from it is a plain tensor.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def of(
+        cls, local: Tensor, storage: Storage, grid: Grid, full_shape: Sequence[int], compute: torch.device | None = None
+    ) -> Partition:
+        """A partition that shares the memory of ``local``."""
+        part: Partition = torch.Tensor._make_subclass(cls, local.detach())
+        part.storage_map, part.grid, part.full_shape = storage, grid, tuple(full_shape)
+        part.compute = local.device if compute is None else compute
+        part.point_to(local)
+        return part
+
+    def point_to(self, local: Tensor) -> None:
+        """Follows the elements to where a wrapper has moved them."""
+        self.local = local.detach()
+        self.data = self.local
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """``(start, stop)`` of the run in the flat parameter."""
+        return self.storage_map.boxes[self.grid.shard][0][0]
+
+
 def full_box(shape: Sequence[int]) -> Box:
     """The box that is everything."""
     return tuple((0, size) for size in shape)
@@ -208,6 +255,8 @@ def grid_of(name: str, param: Tensor, process_group: ProcessGroupArgument = None
     """
     if isinstance(param, DTensor):
         return _mesh_grid(name, param)
+    if isinstance(param, Partition):
+        return param.grid
     if process_group == LOST:
         raise UnsupportedLayoutError(
             "this optimizer is a copy, and process groups cannot be copied: set optimizer.process_group to the ranks that "
@@ -306,6 +355,8 @@ def storage_of(param: Tensor, grid: Grid) -> Storage:
         UnsupportedLayoutError: when this rank's part is not what its placement says.
     """
     shape = tuple(param.shape)
+    if isinstance(param, Partition):
+        return param.storage_map
     if not isinstance(param, DTensor) or grid.shards == 1:
         return Storage(shape, ((full_box(shape),),), grid.ranks)
     mesh, placements = param.device_mesh, tuple(param.placements)
@@ -365,8 +416,25 @@ def _runs(index: list[int]) -> list[tuple[int, int]]:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """The part that this rank holds, sharing memory; the tensor itself unless it is a DTensor."""
+    """The part that this rank holds, sharing memory; the tensor itself where it is plain."""
+    if isinstance(tensor, Partition):
+        return tensor.local
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether the tensor knows of ranks that hold other parts, even if it is one rank; else ranks have copies of it."""
+    return isinstance(tensor, (DTensor, Partition))
+
+
+def whole_shape(tensor: Tensor) -> tuple[int, ...]:
+    """Shape of the parameter before it was cut."""
+    return tensor.full_shape if isinstance(tensor, Partition) else tuple(tensor.shape)
+
+
+def whole_numel(tensor: Tensor) -> int:
+    """Elements of the parameter before it was cut."""
+    return math.prod(whole_shape(tensor))
 
 
 def local_gradient(param: Tensor) -> Tensor | None:
@@ -386,7 +454,7 @@ def check_layout(name: str, param: Tensor, units: Sequence[Unit]) -> None:
         UnsupportedLayoutError: for a flattened or emptied parameter (FSDP1, ZeRO) and for sparse or quantized storage.
     """
     expected = math.prod(units[0].view) if units else None
-    if expected is not None and param.numel() != expected:
+    if expected is not None and whole_numel(param) != expected:
         raise UnsupportedLayoutError(
             f"{name} was a parameter of {expected:,} elements when it was routed and now has shape {tuple(param.shape)}: a "
             "wrapper (FSDP1, DeepSpeed ZeRO) has flattened or partitioned it, so its matrices are gone; train it under "

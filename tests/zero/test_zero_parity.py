@@ -1,0 +1,74 @@
+"""The same weights as one process: every rule at every stage, in every precision, clipped and accumulated."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from harness import Worlds
+from torch import Tensor
+from zero_runs import config, reference, trained, whole_gradients
+from zoo import RULES, assert_close, steps_of
+
+MATRICES = 20 + 5 * 3  # 5 experts with gate, up and down
+STAGES = {
+    ("fp32", 0): "Muon",
+    ("fp32", 1): "DeepSpeedZeroOptimizer",
+    ("fp32", 2): "DeepSpeedZeroOptimizer",
+    ("fp32", 3): "DeepSpeedZeroOptimizer_Stage3",
+    ("bf16", 0): "FP16_UnfusedOptimizer",
+    ("bf16", 1): "DeepSpeedZeroOptimizer",
+    ("bf16", 2): "DeepSpeedZeroOptimizer",
+    ("bf16", 3): "DeepSpeedZeroOptimizer_Stage3",
+    ("bf16-fp32", 1): "BF16_Optimizer",
+    ("bf16-fp32", 2): "DeepSpeedZeroOptimizer",
+    ("bf16-fp32", 3): "DeepSpeedZeroOptimizer_Stage3",
+}
+"""Precision and stage to what DeepSpeed wraps the optimizer in; it has no stage 0 with other accumulation."""
+
+WAYS = ((0.0, 1), (1.0, 4), (1.0, 1), (0.0, 4))
+"""Clipping and micro-batches."""
+
+
+@functools.cache
+def wanted(rule: str, clip: float, dtype: torch.dtype) -> dict[str, Tensor]:
+    return reference(rule, steps_of(rule), clip, dtype)
+
+
+def cases() -> list[Any]:
+    """By default every rule at every stage on two ranks, with the rest spread over them; all of it on request."""
+    found = []
+    for number, rule in enumerate(RULES):
+        for place, (precision, stage) in enumerate(STAGES):
+            for way, (clip, accumulation) in enumerate(WAYS):
+                for size in (2, 3):
+                    turn = ("fp32", "bf16", "bf16-fp32")[(number + stage) % 3]
+                    turn = "fp32" if (turn, stage) not in STAGES else turn
+                    chosen = size == 2 and way == (number + place) % 4 and (precision == turn or rule == "muon")
+                    chosen = chosen or (size == 3 and rule == "muon" and way == stage and precision == "fp32")
+                    name = f"{rule}-{stage}-{precision}-{clip:g}-{accumulation}-{size}"
+                    marks = () if chosen else (pytest.mark.ranks34,)
+                    found.append(pytest.param(rule, stage, precision, clip, accumulation, size, marks=marks, id=name))
+    return found
+
+
+@pytest.mark.parametrize(("rule", "stage", "precision", "clip", "accumulation", "size"), cases())
+def test_weights_are_those_of_one_process(
+    worlds: Worlds, rule: str, stage: int, precision: str, clip: float, accumulation: int, size: int
+) -> None:
+    steps = steps_of(rule)
+    results = worlds[size].run(trained, rule=rule, settings=config(stage, precision, clip, accumulation), steps=steps)
+    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+    if clip and ("soap" in rule or "kl" in rule):
+        target = reference(rule, steps, clip, dtype, whole_gradients([r["gradients"] for r in results]))
+    else:
+        target = wanted(rule, clip, dtype)
+    for result in results:
+        assert_close(result["weights"], target, 1e-5)
+        for name, value in result["model"].items():
+            assert torch.equal(value, result["weights"][name].to(value.dtype)), name
+    assert sum(result["transforms"] for result in results) == MATRICES * steps
+    expected = STAGES[precision, stage]
+    assert {r["wrapper"] for r in results} == {expected} or expected == "Muon"

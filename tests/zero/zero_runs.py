@@ -1,0 +1,214 @@
+"""Training under DeepSpeed on several ranks, and the same in one process to compare with."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from zoo import Zoo, build, coefficients, weights, zoo
+
+from hf_emopt.matrix_optimizer import MatrixOptimizer
+
+SAMPLES = 24
+"""Of a global batch: shared evenly by 2 or 3 ranks with 1 or 4 micro-batches each."""
+
+
+def config(
+    stage: int, precision: str = "fp32", clip: float = 0.0, accumulation: int = 1, **zero: Any
+) -> dict[str, Any]:
+    """A DeepSpeed configuration.
+
+    Args:
+        stage: of ZeRO.
+        precision: ``"fp32"``, ``"bf16"``, or ``"bf16-fp32"`` for bfloat16 whose gradients are accumulated in float32.
+        clip: gradient norm.
+        accumulation: micro-batches.
+        zero: into ``zero_optimization``.
+    """
+    result: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": clip,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage, **zero},
+        "steps_per_print": 10**9,
+    }
+    if precision != "fp32":
+        result["bf16"] = {"enabled": True}
+    if precision == "bf16-fp32":
+        result["data_types"] = {"grad_accum_dtype": "fp32"}
+    return result
+
+
+def call_every_module(model: nn.Module) -> None:
+    """Gives the zoo's modules a forward pass over their own parameters: ZeRO-3 gathers those of modules that are called."""
+
+    def own_terms(module: nn.Module, prefix: str, wanted: dict[str, Tensor]) -> Tensor:
+        terms = [
+            (p.double() * wanted[prefix + name].double()).sum()
+            for name, p in module._parameters.items()
+            if p is not None
+        ]
+        return torch.stack(terms).sum()
+
+    owners = [
+        (name, module)
+        for name, module in model.named_modules()
+        if any(p is not None for p in module._parameters.values())
+    ]
+    for name, module in owners:
+        module.forward = functools.partial(own_terms, module, f"{name}.")  # type: ignore[method-assign]
+    model.forward = lambda wanted: torch.stack([module(wanted) for _, module in owners]).sum()  # type: ignore[method-assign]
+
+
+@contextmanager
+def initialized(model: nn.Module, optimizer: MatrixOptimizer, settings: dict[str, Any]) -> Iterator[Any]:
+    """A DeepSpeed engine, destroyed afterwards."""
+    import deepspeed
+
+    call_every_module(model)
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
+    try:
+        yield engine
+    finally:
+        engine.destroy()
+        gc.collect()
+
+
+def train(engine: Any, shapes: nn.Module, steps: range) -> None:
+    """Optimizer steps on the global batch, each rank with its own samples.
+
+    Args:
+        engine: of DeepSpeed.
+        shapes: a model with whole parameters, on the meta device or not.
+        steps: numbers of the steps, which decide the gradients.
+    """
+    rank, size, micro = dist.get_rank(), dist.get_world_size(), engine.gradient_accumulation_steps()
+    each = SAMPLES // (size * micro)
+    for step in steps:
+        for part in range(micro):
+            first = (rank * micro + part) * each
+            wanted = coefficients(shapes, step, range(first, first + each), size * micro / 32)
+            engine.backward(engine(wanted) / micro if not engine_scales(engine) else engine(wanted))
+            engine.step()
+
+
+def engine_scales(engine: Any) -> bool:
+    """DeepSpeed divides the loss by the number of micro-batches itself."""
+    return True
+
+
+def master_weights(engine: Any) -> dict[str, Tensor]:
+    """Whole float32 weights by name. A collective under ZeRO."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    wrapper = engine.optimizer
+    if hasattr(wrapper, "fp32_groups"):  # FP16_UnfusedOptimizer
+        names = {id(p): name for name, p in engine.module.named_parameters()}
+        pairs = [(a, b) for low, high in zip(wrapper.fp16_groups, wrapper.fp32_groups) for a, b in zip(low, high)]
+        return {names[id(low)]: high.detach().clone() for low, high in pairs}
+    if wrapper is engine.basic_optimizer:
+        return weights(engine.module)
+    return {name: safe_get_full_fp32_param(p).clone() for name, p in engine.module.named_parameters()}
+
+
+def model_weights(engine: Any) -> dict[str, Tensor]:
+    """Whole weights that the forward pass uses."""
+    import deepspeed
+
+    found = {}
+    for name, p in engine.module.named_parameters():
+        with deepspeed.zero.GatheredParameters([p], enabled=hasattr(p, "ds_id")):
+            found[name] = p.detach().clone()
+    return found
+
+
+class Gradients:
+    """Gradients that reach the optimizer, clipped: this rank's runs of them, by name."""
+
+    def __init__(self, optimizer: MatrixOptimizer) -> None:
+        self.steps: dict[str, list[tuple[int, Tensor]]] = defaultdict(list)
+        optimizer.register_step_pre_hook(self._note)
+
+    def _note(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        for group in optimizer.param_groups:
+            if optimizer._flattened is None:
+                for name, param in zip(group["param_names"], group["params"]):
+                    self.steps[name].append((0, param.grad.flatten().clone()))
+                continue
+            for flat in group["params"]:
+                for part, offset, name in optimizer._flattened._inside[id(flat)]:
+                    run = flat.grad[offset : offset + part.numel()].clone()
+                    self.steps[name].append((part.span[0], run))
+
+
+def whole_gradients(parts: list[dict[str, list[tuple[int, Tensor]]]]) -> list[dict[str, Tensor]]:
+    """Flat gradients by step and name, from what each rank noted."""
+    found: list[dict[str, Tensor]] = []
+    for name in parts[0]:
+        for step in range(len(parts[0][name])):
+            runs = dict(rank[name][step] for rank in parts if rank[name][step][1].numel())
+            if step == len(found):
+                found.append({})
+            found[step][name] = torch.cat([runs[start] for start in sorted(runs)])
+    return found
+
+
+def trained(rule: str, settings: dict[str, Any], steps: int, **options: Any) -> dict[str, Any]:
+    """Trains the zoo under a configuration.
+
+    Returns:
+        Master weights, model weights, matrices transformed on this rank, the plan as text.
+    """
+    model = zoo()
+    optimizer = build(model, rule, **options)
+    before, gradients = weights(model), Gradients(optimizer)
+    with initialized(model, optimizer, settings) as engine:
+        train(engine, zoo(), range(steps))
+        after = master_weights(engine)
+        assert all(not torch.equal(before[name], after[name]) for name in after)
+        return {
+            "weights": after,
+            "model": model_weights(engine),
+            "transforms": optimizer.transform_count,
+            "explain": optimizer.explain(),
+            "wrapper": type(engine.optimizer).__name__,
+            "gradients": dict(gradients.steps),
+        }
+
+
+def reference(
+    rule: str,
+    steps: int,
+    clip: float = 0.0,
+    dtype: torch.dtype = torch.float32,
+    clipped: list[dict[str, Tensor]] | None = None,
+) -> dict[str, Tensor]:
+    """Weights after the same steps in one process, from weights rounded to ``dtype``, in float32.
+
+    Args:
+        clipped: flat gradients to use, after it has been seen that they are the clipped ones. A matrix that is not square
+            has a null space whose basis is turned by any angle by the rounding of a norm.
+    """
+    assert not dist.is_initialized()
+    model: Zoo = zoo().to(dtype).float()
+    optimizer = build(model, rule)
+    for step in range(steps):
+        model(coefficients(model, step, range(SAMPLES), 1 / 32)).backward()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        for name, p in model.named_parameters() if clipped else ():
+            assert p.grad is not None
+            given = clipped[step][name].view_as(p)  # type: ignore[index]
+            torch.testing.assert_close(given, p.grad, rtol=1e-6, atol=0.0)
+            p.grad = given
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model)
