@@ -238,6 +238,8 @@ def _chosen(c: _Candidate, rule: MatrixRule, options: Mapping[str, _Option]) -> 
     allowed = [mode for mode in estimates if mode in rule.tensor_parallel_modes]
     if asked == "blockwise":
         mode, parameter = "blockwise", p if p.is_local else _blockwise(c, rule)
+        estimates["blockwise"] = Estimate(parameter.cost / p.storage.world_size, 0.0, 0.0)
+        allowed.append("blockwise")
     else:
         mode = min(allowed, key=lambda m: estimates[m].seconds) if asked == "auto" else asked
         option = options.get(mode, "every rank has whole matrices")
