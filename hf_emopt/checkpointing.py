@@ -143,10 +143,7 @@ def loaded(optimizer: MatrixOptimizer, state_dict: dict[str, Any]) -> None:
     for name, entry in by_name.items():
         if _LOW_BITS in entry:
             by_name[name] = {**entry, _LOW_BITS: entry[_LOW_BITS].to(torch.int16)}
-    if optimizer._engine is not None:
-        optimizer._engine.settle()
-        optimizer._transforms += optimizer._engine.transform_count
-    optimizer._engine, optimizer._consolidated, optimizer._only_initialized = None, None, False
+    optimizer._forget_plan()
     # Where ranks share parameters, each takes its own part of the state, and no more, to its device.
     shared = any(grid.world_size > 1 for grid in optimizer._grids().values())
     load_into(optimizer, {name: {} for name in by_name} if shared else by_name, groups)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from hf_emopt.distributed.agreement import control_device
-from hf_emopt.distributed.layout import Storage, chunk_boxes, storage_of
+from hf_emopt.distributed.layout import Partition, Storage, chunk_boxes, storage_of
 from hf_emopt.distributed.plan import Bucket, Segment
 from hf_emopt.engine import Engine, compute_device, part_of
 from hf_emopt.rules.base import Group
@@ -304,6 +304,9 @@ def _full(value: Tensor) -> Tensor:
 
 def as_parameter(value: Tensor, param: Tensor, storage: Storage) -> Tensor:
     """Elementwise state laid out as its parameter is, from a whole tensor or from one that is laid out already."""
+    if isinstance(param, Partition):
+        start, stop = param.span
+        return _full(value).detach().reshape(-1)[start:stop].to(param.device, copy=True)
     if not isinstance(param, DTensor):
         return _full(value).detach().to(param.device, copy=True)
     if isinstance(value, DTensor):

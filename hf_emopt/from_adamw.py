@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from hf_emopt.distributed.layout import whole_shape
 from hf_emopt.rules.base import Group, state_dtype
 from hf_emopt.rules.masters import init_weight_state
 from hf_emopt.state import live_names
@@ -117,10 +118,10 @@ def _by_name(optimizer: MatrixOptimizer, state_dict: dict[str, Any]) -> dict[str
     entries = {name: state_dict["state"].get(index, {}) for name, index in zip(names, indices)}
     for name, entry in entries.items():
         for key in ("exp_avg", "exp_avg_sq"):
-            if entry and (key not in entry or "step" not in entry or entry[key].shape != live[name].shape):
+            if entry and (key not in entry or "step" not in entry or tuple(entry[key].shape) != whole_shape(live[name])):
                 found = tuple(entry[key].shape) if key in entry else None
                 raise ValueError(
-                    f"{name}: the AdamW state's {key} has shape {found}, the parameter {tuple(live[name].shape)}: it was "
+                    f"{name}: the AdamW state's {key} has shape {found}, the parameter {whole_shape(live[name])}: it was "
                     "saved for other parameters, or its groups hold them in another order. Save it with param_names in its "
                     "groups (pass named_parameters() to AdamW), or start without the optimizer's state"
                 )

@@ -34,6 +34,7 @@ from hf_emopt.distributed.layout import (
 )
 from hf_emopt.distributed.plan import MAX_BUCKET_NUMEL, Bucket, Plan, PlannedParameter, make_plan
 from hf_emopt.engine import Engine, build_grids
+from hf_emopt.flat_checkpoints import emitted_runs, is_runs, loaded_runs
 from hf_emopt.flattened import Flattened
 from hf_emopt.groups import GroupBuilder, ParamsArgument, describe_torch_group, unpack_units
 from hf_emopt.routing.route import ParameterRoute, RouteTable, coverage_warning
@@ -459,7 +460,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
             to: global rank; ``None`` for all, as ``torch.distributed.checkpoint`` needs it.
         """
         self.synchronize()
-        self._consolidated = consolidate(self, to)
+        if self._flattened is None:  # else a checkpoint has a file for each rank
+            self._consolidated = consolidate(self, to)
 
     def state_dict(self) -> dict[str, Any]:
         """State and groups by position, as torch's; groups hold ``param_names``.
@@ -471,7 +473,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
             RuntimeError: when state lies with owners and :meth:`consolidate_state_dict` was not called since the last step.
         """
         self.synchronize()
-        return emitted(self, super().state_dict)
+        with self._as_built():
+            return (emitted if self._flattened is None else emitted_runs)(self, super().state_dict)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a whole ``state_dict()``, of any layout, or one of ``torch.optim.AdamW``; each rank keeps its part.
@@ -486,9 +489,17 @@ class MatrixOptimizer(torch.optim.Optimizer):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        loaded(self, state_dict)
+        with self._as_built():
+            (loaded if self._flattened is None or not is_runs(state_dict) else loaded_runs)(self, state_dict)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
+
+    def _forget_plan(self) -> None:
+        """Before state is put in place of the one that there is: plans and what belongs to them are made anew."""
+        if self._engine is not None:
+            self._engine.settle()
+            self._transforms += self._engine.transform_count
+        self._engine, self._consolidated, self._only_initialized = None, None, False
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but what is rebuilt at the next step; torch's own would drop the routes and the rule.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from hf_emopt.distributed.layout import whole_numel, whole_shape
 from hf_emopt.groups import STRUCTURAL_KEYS, unpack_units
 from hf_emopt.rules.base import Group
 from hf_emopt.rules.elementwise import init_adamw_state
@@ -50,6 +51,11 @@ def matched(optimizer: MatrixOptimizer, state_dict: dict[str, Any]) -> tuple[dic
         raise ValueError(
             "this optimizer state comes from a rank other than the one that consolidate_state_dict() had brought it to, and "
             "is empty: save state_dict() of that rank (0, unless told otherwise), or consolidate with to=None"
+        )
+    if any("spans" in g for g in saved_groups):
+        raise ValueError(
+            "this optimizer state is one rank's part of a DeepSpeed ZeRO checkpoint: `hf-emopt convert CHECKPOINT OUTPUT` "
+            "makes of all ranks' files one that every layout loads"
         )
     newest = max((g.get("state_version", STATE_VERSION) for g in saved_groups), default=STATE_VERSION)
     if newest > STATE_VERSION:
@@ -126,9 +132,9 @@ def _check_kinds(
     optimizer: MatrixOptimizer, name: str, param: Tensor, entry: dict[str, Any], group: Group, position: int
 ) -> None:
     """Refuses state that another optimizer wrote, or this one with other matrices in the parameter."""
-    if param.numel() == 0:
+    if whole_numel(param) == 0:
         return
-    meta = torch.empty_like(param, device="meta")
+    meta = torch.empty(whole_shape(param), dtype=param.dtype, device="meta")
     wanted: dict[str, tuple[int, ...]] = {}
     if group["kind"] == "aux":
         wanted = {key: tuple(value.shape) for key, value in init_adamw_state(meta).items()}
@@ -153,9 +159,9 @@ def _check_kinds(
 def _check_shapes(name: str, param: Tensor, entry: dict[str, Any]) -> None:
     for key in ("momentum_buffer", "exp_avg", "exp_avg_sq", "weight_low_bits", "master_weight", "weight_compensation"):
         value = entry.get(key)
-        if torch.is_tensor(value) and value.shape != param.shape:
+        if torch.is_tensor(value) and tuple(value.shape) != whole_shape(param):
             raise ValueError(
-                f"{name}: the optimizer state's {key} has shape {tuple(value.shape)}, the parameter {tuple(param.shape)}"
+                f"{name}: the optimizer state's {key} has shape {tuple(value.shape)}, the parameter {whole_shape(param)}"
             )
 
 

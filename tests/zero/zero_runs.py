@@ -212,3 +212,31 @@ def reference(
         optimizer.step()
         optimizer.zero_grad()
     return weights(model)
+
+
+def resumed(rule: str, settings: dict[str, Any], folder: str, steps: tuple[int, int]) -> dict[str, Any]:
+    """Master weights after all steps, and after a checkpoint between them, loaded into a fresh engine.
+
+    ``different`` says whether weights move at all after the checkpoint.
+    """
+    first, second = steps
+
+    def made() -> tuple[nn.Module, MatrixOptimizer]:
+        model = zoo()
+        return model, build(model, rule)
+
+    with initialized(*made(), settings) as engine:
+        train(engine, zoo(), range(first))
+        between = master_weights(engine)
+        engine.save_checkpoint(folder)
+        train(engine, zoo(), range(first, first + second))
+        straight = master_weights(engine)
+    with initialized(*made(), settings) as engine:
+        engine.load_checkpoint(folder)
+        train(engine, zoo(), range(first, first + second))
+        after = master_weights(engine)
+    return {
+        "straight": straight,
+        "resumed": after,
+        "different": all(not torch.equal(straight[name], value) for name, value in between.items()),
+    }

@@ -1,0 +1,186 @@
+"""State of flattened parameters in checkpoints: each rank saves and loads its own runs, as DeepSpeed's files are by rank.
+
+A rank's ``state_dict`` says of every parameter which run of it the rank has (``spans`` and ``shapes`` in the groups).
+:func:`merged` makes of all ranks' dictionaries the whole that every other layout loads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hf_emopt.consolidation import materialize
+from hf_emopt.state import STATE_VERSION, is_shaped, live_names, load_into
+
+if TYPE_CHECKING:
+    from hf_emopt.matrix_optimizer import MatrixOptimizer
+
+__all__ = ["emitted_runs", "is_runs", "loaded_runs", "merged"]
+
+SPANS, SHAPES = "spans", "shapes"
+"""Keys of a saved group: ``(start, stop)`` of the saved run of each flattened parameter, and the parameter's shape."""
+
+
+def is_runs(state_dict: dict[str, Any]) -> bool:
+    """Whether a ``state_dict`` is one rank's part of flattened parameters."""
+    return any(SPANS in group for group in state_dict["param_groups"])
+
+
+def emitted_runs(optimizer: MatrixOptimizer, plain_state_dict: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """This rank's ``state_dict``. No collective.
+
+    Args:
+        optimizer: with its groups as they were built (:meth:`hf_emopt.flattened.Flattened.exposed`).
+        plain_state_dict: torch's own.
+    """
+    engine = optimizer._engine
+    if engine is not None and any("step" in state for state in optimizer.state.values()):
+        engine.settle()
+        materialize(engine)
+    plain = plain_state_dict()
+    for saved, group in zip(plain["param_groups"], optimizer.param_groups):
+        saved[SPANS] = [list(part.span) for part in group["params"]]
+        saved[SHAPES] = [list(part.full_shape) for part in group["params"]]
+    # What another rank owns has an empty tensor.
+    state = {
+        index: {key: entry[key] for key in sorted(entry) if is_count(key) or is_shaped(key) or entry[key].numel()}
+        for index, entry in plain["state"].items()
+    }
+    return {**plain, "state": state}
+
+
+def is_count(key: str) -> bool:
+    """Whether a state entry counts steps."""
+    return key in ("step", "rounds")
+
+
+def loaded_runs(optimizer: MatrixOptimizer, state_dict: dict[str, Any]) -> None:
+    """Puts this rank's :func:`emitted_runs` back.
+
+    Raises:
+        ValueError: when it is of other parameters, of another optimizer, or of parameters that were cut in another way; the
+            optimizer is then as it was.
+    """
+    saved_groups = [dict(group) for group in state_dict["param_groups"]]
+    _check_groups(optimizer, saved_groups)
+    by_name: dict[str, dict[str, Any]] = {}
+    for saved, group in zip(saved_groups, optimizer.param_groups):
+        names = live_names(saved["param_names"], group["param_names"])
+        if names != group["param_names"]:
+            raise ValueError(
+                f"group {group['name']!r}: the checkpoint is of {len(names)} parameters ({', '.join(names[:3])} ...), this "
+                f"group of {len(group['params'])} ({', '.join(group['param_names'][:3])} ...)"
+            )
+        cut = list(zip(names, saved.pop(SPANS), saved.pop(SHAPES), group["params"]))
+        for name, span, shape, part in cut:
+            if tuple(shape) != part.full_shape:
+                raise ValueError(f"{name}: the checkpoint has shape {tuple(shape)}, the parameter {part.full_shape}")
+            if tuple(span) != part.span:
+                raise ValueError(
+                    f"{name}: the checkpoint has elements {span[0]} to {span[1]}, this rank holds {part.span[0]} to "
+                    f"{part.span[1]}: it was saved by another number of ranks, at another stage or with other round-robin "
+                    "or alignment settings. `hf-emopt convert` makes of all ranks' files one that every layout loads"
+                )
+        for name, index in zip(names, saved["params"]):
+            by_name[name] = state_dict["state"].get(index, {})
+    if any("step" in entry for entry in by_name.values()):
+        _check_owned(optimizer, by_name)
+    optimizer._forget_plan()
+    load_into(optimizer, by_name, saved_groups)
+
+
+def _check_groups(optimizer: MatrixOptimizer, saved_groups: Sequence[dict[str, Any]]) -> None:
+    rules = {group["rule"] for group in saved_groups if "rule" in group} - {optimizer.rule.name}
+    newest = max((group.get("state_version", STATE_VERSION) for group in saved_groups), default=STATE_VERSION)
+    if rules:
+        raise ValueError(
+            f"the optimizer state is of {', '.join(sorted(rules))}, this optimizer is {optimizer.rule.name}"
+        )
+    if newest > STATE_VERSION:
+        raise ValueError(
+            f"the optimizer state has version {newest}, this hf_emopt reads up to {STATE_VERSION}: upgrade it"
+        )
+    if len(saved_groups) != len(optimizer.param_groups):
+        raise ValueError(
+            f"the optimizer state has {len(saved_groups)} parameter groups, this optimizer {len(optimizer.param_groups)}; "
+            "were layers frozen or routed differently?"
+        )
+
+
+def _check_owned(optimizer: MatrixOptimizer, by_name: dict[str, dict[str, Any]]) -> None:
+    """Sees that this rank has the state of the matrices that it owns, and of no others."""
+    engine = optimizer._current_engine()
+    for bucket in engine.plan.buckets:
+        position = engine.grid_of_bucket(bucket).position
+        mine = {segment.parameter for segment in bucket.owned(position)}
+        for i, parameter in enumerate(bucket.parameters):
+            saved = {key for key in by_name[parameter.name] if "." in key}
+            group = engine.groups[bucket.group]
+            wanted = {
+                f"{key}.{u}"
+                for u, unit in enumerate(parameter.units)
+                for key in engine.rule.init_unit_state(unit.shape, group, torch.empty(0, device="meta"))
+            }
+            if saved != (wanted if i in mine else set()):
+                raise ValueError(
+                    f"{parameter.name}: the checkpoint of this rank has {sorted(saved)}, and by this version's plan and "
+                    f"options it have {sorted(wanted) if i in mine else 'none'}. `hf-emopt convert` makes of all ranks' "
+                    "files one that every plan loads"
+                )
+
+
+def merged(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The whole ``state_dict`` of all ranks' :func:`emitted_runs`.
+
+    Args:
+        parts: of every rank, in any order.
+
+    Raises:
+        ValueError: naming a parameter of which elements are missing.
+    """
+    first = parts[0]
+    state: dict[Any, dict[str, Any]] = {}
+    for number, group in enumerate(first["param_groups"]):
+        for position, index in enumerate(group["params"]):
+            name, shape = group["param_names"][position], tuple(group[SHAPES][position])
+            runs = [(tuple(p["param_groups"][number][SPANS][position]), p["state"].get(index, {})) for p in parts]
+            state[index] = _merged_entry(name, shape, runs)
+    groups = [{k: v for k, v in group.items() if k not in (SPANS, SHAPES)} for group in first["param_groups"]]
+    return {**first, "state": {index: entry for index, entry in state.items() if entry}, "param_groups": groups}
+
+
+def _merged_entry(
+    name: str, shape: tuple[int, ...], runs: Sequence[tuple[tuple[int, ...], dict[str, Any]]]
+) -> dict[str, Any]:
+    entry: dict[str, Any] = {}
+    for key in sorted({key for _, part in runs for key in part}):
+        if is_count(key):
+            entry[key] = max((part[key] for _, part in runs if key in part), key=int)
+        elif is_shaped(key):
+            pieces = sorted((span, part[key]) for span, part in runs if span[0] < span[1] and key in part)
+            entry[key] = whole_of(name, [(span, value) for span, value in pieces], shape)
+        else:
+            entry[key] = next(part[key] for _, part in runs if key in part)
+    return entry
+
+
+def whole_of(name: str, pieces: Sequence[tuple[tuple[int, ...], Tensor]], shape: Sequence[int]) -> Tensor:
+    """A tensor from its runs in order, each with ``(start, stop)``.
+
+    Raises:
+        ValueError: when they leave a gap.
+    """
+    end = 0
+    for (start, stop), value in pieces:
+        if start != end or value.numel() != stop - start:
+            raise ValueError(f"{name}: elements {end} to {start} are in none of the files; is one of a rank missing?")
+        end = stop
+    numel = 1
+    for size in shape:
+        numel *= size
+    if end != numel:
+        raise ValueError(f"{name}: {end} of {numel} elements are in the files; is one of a rank missing?")
+    return torch.cat([value.flatten() for _, value in pieces]).view(*shape)
