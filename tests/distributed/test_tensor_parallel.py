@@ -9,7 +9,7 @@ import pytest
 from harness import Worlds
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from zoo import SAMPLES, assert_close, build, coefficients, matrices, weights
 
@@ -31,7 +31,9 @@ PLACEMENTS: dict[str, tuple[str, tuple[int, ...], tuple[Any, ...]]] = {
 }
 
 
-def trained(rule: str, kind: str, sizes: tuple[int, ...], placements: tuple[Any, ...], **options: Any) -> dict[str, Any]:
+def trained(
+    rule: str, kind: str, sizes: tuple[int, ...], placements: tuple[Any, ...], **options: Any
+) -> dict[str, Any]:
     """Every matrix a DTensor with these placements; the gradients are given."""
     model = matrices(SHAPES)
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=NAMES[kind])
@@ -69,9 +71,7 @@ def alone(rule: str) -> dict[str, Tensor]:
 def test_weights_are_those_of_one_process(worlds: Worlds, case: str, rule: str, mode: str) -> None:
     kind, sizes, placements = PLACEMENTS[case]
     size = sizes[0] if len(sizes) == 1 else 4
-    results = worlds[size].run(
-        trained, rule=rule, kind=kind, sizes=sizes, placements=placements, tensor_parallel=mode
-    )
+    results = worlds[size].run(trained, rule=rule, kind=kind, sizes=sizes, placements=placements, tensor_parallel=mode)
     for result in results:
         assert_close(result["weights"], alone(rule), 1e-5)
         if case != "copies" and mode in ("duplicated", "layerwise"):
