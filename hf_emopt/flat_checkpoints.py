@@ -127,8 +127,8 @@ def _check_owned(optimizer: MatrixOptimizer, by_name: dict[str, dict[str, Any]])
             if saved != (wanted if i in mine else set()):
                 raise ValueError(
                     f"{parameter.name}: the checkpoint of this rank has {sorted(saved)}, and by this version's plan and "
-                    f"options it have {sorted(wanted) if i in mine else 'none'}. `hf-emopt convert` makes of all ranks' "
-                    "files one that every plan loads"
+                    f"options it would have {sorted(wanted) if i in mine else 'none'}. `hf-emopt convert` makes one of all "
+                    "ranks' files that every plan loads"
                 )
 
 

@@ -124,7 +124,8 @@ class EmoptPlugin(KwargsHandler):
         :class:`hf_emopt.Accelerator` does this itself. Attaching twice is the same as once.
 
         Raises:
-            ValueError: the accelerator is set up for FSDP1, DeepSpeed or Megatron-LM.
+            ValueError: the accelerator is set up for FSDP1, Megatron-LM, or DeepSpeed with settings that would replace the
+                optimizer.
         """
         refuse_accelerator(accelerator, f"EmoptPlugin(optim={self.optim!r})")
         attach_checkpoint_hooks(accelerator)
@@ -144,7 +145,8 @@ class Accelerator(accelerate.Accelerator):
         emopt_plugin: the plugin.
 
     Raises:
-        ValueError: more than one plugin, or a way of training that is not supported: FSDP1, DeepSpeed, Megatron-LM.
+        ValueError: more than one plugin, or a way of training that is not supported: FSDP1, Megatron-LM, and DeepSpeed with
+            settings that would replace the optimizer.
     """
 
     def __init__(self, *args: Any, kwargs_handlers: list[KwargsHandler] | None = None, **kwargs: Any) -> None:

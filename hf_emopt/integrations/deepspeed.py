@@ -16,16 +16,23 @@ import importlib.machinery
 import math
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import Any
 
+import accelerate.accelerator  # type: ignore[import-untyped]
 import torch
 import torch.distributed as dist
 
 from hf_emopt.distributed.layout import Grid, UnsupportedLayoutError
 from hf_emopt.flattened import Flattened, FlatTensor, cut_each, cut_together
-from hf_emopt.integrations.deepspeed_refusals import refuse_config, refuse_engine, unknown_wrapper
+from hf_emopt.integrations.deepspeed_refusals import (
+    config_problem,
+    refuse_config,
+    refuse_engine,
+    refuse_native_muon,
+    unknown_wrapper,
+)
 from hf_emopt.matrix_optimizer import MatrixOptimizer
 
 __all__ = ["attach", "watch"]
@@ -182,11 +189,31 @@ def _consolidate_before_saving(engine: Any, optimizer: MatrixOptimizer) -> None:
 
 def watch() -> None:
     """Has DeepSpeed's engine attach optimizers of this package, now or when it is imported. Idempotent."""
+    _watch_accelerate()
     module = sys.modules.get(ENGINE_MODULE)
     if module is not None:
         _hook(module)
     elif not any(getattr(finder, _MARK, False) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
+
+
+def _watch_accelerate() -> None:
+    """Has Accelerate refuse to replace an optimizer of this package by DeepSpeedCPUAdam, which it does without a word."""
+    name = "map_pytorch_optim_to_deepspeed"
+    original = getattr(accelerate.accelerator, name, None)
+    original = getattr(original, _MARK, original)
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def replaced(optimizer: Any) -> Any:
+        if isinstance(optimizer, MatrixOptimizer):
+            problem = config_problem({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}})
+            raise ValueError(f"{type(optimizer).__name__} under DeepSpeed: {problem}.")
+        return original(optimizer)
+
+    setattr(replaced, _MARK, original)
+    setattr(accelerate.accelerator, name, replaced)
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -230,12 +257,20 @@ def _hook(module: ModuleType) -> None:
 
     @functools.wraps(original)
     def configure_optimizer(self: Any, client_optimizer: Any, model_parameters: Any) -> None:
-        if isinstance(client_optimizer, MatrixOptimizer):
-            refuse_config(self, client_optimizer)
-            with _without_steps(client_optimizer):
-                original(self, client_optimizer, model_parameters)
-        else:
-            original(self, client_optimizer, model_parameters)
+        if client_optimizer is None:
+            refuse_native_muon(self)
+        with ExitStack() as stack:
+
+            def checked(optimizer: Any) -> Any:
+                if isinstance(optimizer, MatrixOptimizer):
+                    refuse_config(self, optimizer)
+                    stack.enter_context(_without_steps(optimizer))
+                return optimizer
+
+            client = checked(client_optimizer)
+            if callable(client):  # makes the optimizer of the parameters
+                client = lambda parameters: checked(client_optimizer(parameters))  # noqa: E731
+            original(self, client, model_parameters)
         if isinstance(self.basic_optimizer, MatrixOptimizer):
             attach(self)
 

@@ -13,9 +13,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers.training_args import TrainingArguments
 
+from hf_emopt.integrations.deepspeed_refusals import config_problem
+
 __all__ = ["optim_name", "refuse_accelerator", "refuse_deepspeed", "refuse_layouts", "refuse_unsupported"]
 
-_INSTEAD = "Use FSDP2, HSDP, tensor parallelism, DistributedDataParallel or one process"
+_INSTEAD = "Use FSDP2, HSDP, DeepSpeed ZeRO, tensor parallelism, DistributedDataParallel or one process"
 
 
 def optim_name(args: TrainingArguments) -> str:
@@ -30,7 +32,8 @@ def refuse_unsupported(args: TrainingArguments, model: nn.Module | None) -> None
     (FSDP1) already flattened.
 
     Raises:
-        ValueError: for DeepSpeed, FSDP1, and for parameters that are partial sums.
+        ValueError: for DeepSpeed configurations that would replace the optimizer, for FSDP1, and for parameters that are
+            partial sums.
     """
     name = f"optim={optim_name(args)!r}"
     refuse_deepspeed(args)
@@ -40,13 +43,23 @@ def refuse_unsupported(args: TrainingArguments, model: nn.Module | None) -> None
 
 
 def refuse_deepspeed(args: TrainingArguments) -> None:
-    """Refuses DeepSpeed.
+    """Refuses DeepSpeed configurations that would replace the optimizer, or not show it matrices.
 
     Raises:
-        ValueError: ``args`` holds a DeepSpeed configuration.
+        ValueError: naming the setting of the DeepSpeed configuration and what to write instead.
     """
-    if getattr(args, "deepspeed_plugin", None) is not None:
-        raise ValueError(_deepspeed_message(f"optim={optim_name(args)!r}"))
+    plugin = getattr(args, "deepspeed_plugin", None)
+    if plugin is not None:
+        _refuse_deepspeed_config(f"optim={optim_name(args)!r}", plugin)
+
+
+def _refuse_deepspeed_config(name: str, plugin: Any) -> None:
+    config = plugin.deepspeed_config
+    problem = config_problem(config)
+    if problem is None and "zero_optimization" not in config:
+        problem = 'Accelerate needs a "zero_optimization" block: write "zero_optimization": {"stage": 0} for none'
+    if problem is not None:
+        raise ValueError(f"{name} under DeepSpeed: {problem}.")
 
 
 def refuse_accelerator(accelerator: Any, name: str) -> None:
@@ -57,11 +70,11 @@ def refuse_accelerator(accelerator: Any, name: str) -> None:
         name: the optimizer, for the message.
 
     Raises:
-        ValueError: for DeepSpeed, Megatron-LM and FSDP1.
+        ValueError: for Megatron-LM, FSDP1 and DeepSpeed configurations that would replace the optimizer.
     """
     kind = accelerator.distributed_type
     if kind == DistributedType.DEEPSPEED:
-        raise ValueError(_deepspeed_message(name))
+        _refuse_deepspeed_config(name, accelerator.state.deepspeed_plugin)
     if kind == DistributedType.MEGATRON_LM:
         raise ValueError(f"{name} does not run under Megatron-LM, which has optimizers of its own. {_INSTEAD}.")
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
@@ -116,11 +129,4 @@ def _fsdp1_message(name: str, fix: str) -> str:
     return (
         f"{name} cannot run under FSDP1: it flattens parameters, and no process holds a matrix. Use FSDP2, which keeps "
         f"them: {fix} in the accelerate configuration; or DistributedDataParallel."
-    )
-
-
-def _deepspeed_message(name: str) -> str:
-    return (
-        f"{name} does not run under DeepSpeed in this version: ZeRO hands the optimizer flat pieces in which matrices "
-        f"cannot be seen. {_INSTEAD}, without a DeepSpeed configuration."
     )

@@ -5,8 +5,6 @@ from __future__ import annotations
 import difflib
 from typing import Any
 
-from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-untyped]
-
 from hf_emopt.matrix_optimizer import MatrixOptimizer
 from hf_emopt.optimizers import SOAP, KLShampoo, Muon, NorMuon, Shampoo
 
@@ -38,7 +36,7 @@ def optimizer_class(name: str) -> type[MatrixOptimizer]:
 
 
 def unwrap_optimizer(optimizer: Any) -> MatrixOptimizer | None:
-    """The :class:`MatrixOptimizer` under Accelerate's wrapper, or ``None`` where there is none."""
-    while isinstance(optimizer, AcceleratedOptimizer):
-        optimizer = optimizer.optimizer
-    return optimizer if isinstance(optimizer, MatrixOptimizer) else None
+    """The :class:`MatrixOptimizer` under the wrappers of Accelerate and DeepSpeed, or ``None`` where there is none."""
+    while optimizer is not None and not isinstance(optimizer, MatrixOptimizer):
+        optimizer = getattr(optimizer, "optimizer", None)
+    return optimizer

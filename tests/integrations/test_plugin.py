@@ -174,7 +174,7 @@ def test_saved_and_loaded_loop_equals_an_uninterrupted_one(tmp_path: Path) -> No
     [
         (DistributedType.FSDP, 1, "cannot run under FSDP1.*fsdp_version=2.*default is 1"),
         (DistributedType.FSDP, 2, None),
-        (DistributedType.DEEPSPEED, None, "does not run under DeepSpeed.*Use FSDP2"),
+        (DistributedType.DEEPSPEED, None, "under DeepSpeed: .*an optimizer of its own, AdamW"),
         (DistributedType.MEGATRON_LM, None, "does not run under Megatron-LM"),
         (DistributedType.MULTI_GPU, None, None),
     ],
@@ -186,7 +186,9 @@ def test_accelerators_set_up_for_something_else_are_refused(
     attached: list[Any] = []
     accelerator: Any = SimpleNamespace(
         distributed_type=kind,
-        state=SimpleNamespace(fsdp_plugin=fsdp),
+        state=SimpleNamespace(
+            fsdp_plugin=fsdp, deepspeed_plugin=SimpleNamespace(deepspeed_config={"optimizer": {"type": "AdamW"}})
+        ),
         register_save_state_pre_hook=attached.append,
         register_load_state_pre_hook=attached.append,
     )

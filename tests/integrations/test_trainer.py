@@ -466,14 +466,15 @@ def test_sft_trainer(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------------- refusals
 
 
-def test_deepspeed_is_refused(tmp_path: Path) -> None:
+def test_deepspeed_with_another_optimizer_is_refused(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path)
-    trainer.args.deepspeed_plugin = SimpleNamespace()  # DeepSpeed is not installed here; TrainingArguments sets this
-    with pytest.raises(ValueError, match=r"optim='muon' does not run under DeepSpeed.*Use FSDP2"):
+    config = {"optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 2}}
+    trainer.args.deepspeed_plugin = SimpleNamespace(deepspeed_config=config)  # TrainingArguments sets this
+    with pytest.raises(ValueError, match=r"optim='muon' under DeepSpeed: .* names an optimizer of its own, AdamW"):
         trainer.create_optimizer()
-    # With an "optimizer" in DeepSpeed's configuration, transformers never asks for ours.
+    # transformers would never have asked for ours.
     trainer.callback_handler.optimizer = torch.optim.SGD(trainer.model.parameters())
-    with pytest.raises(ValueError, match="does not run under DeepSpeed"):
+    with pytest.raises(ValueError, match='remove the "optimizer" block'):
         trainer.callback_handler.on_train_begin(trainer.args, trainer.state, trainer.control)
 
 

@@ -1,0 +1,100 @@
+"""``Trainer`` and Accelerate under DeepSpeed on several ranks."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from accelerate.state import AcceleratorState, GradientState
+from ranks import GLOBAL_BATCH, make_trainer, tiny_llama
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM
+from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
+
+from hf_emopt.integrations.registry import unwrap_optimizer
+
+
+def settings(stage: int, bf16: bool = False, auto: bool = True, **zero: Any) -> dict[str, Any]:
+    """A DeepSpeed configuration for ``Trainer``, which fills in what is ``"auto"``."""
+    return {
+        "train_batch_size": "auto" if auto else GLOBAL_BATCH,
+        "train_micro_batch_size_per_gpu": "auto" if auto else GLOBAL_BATCH // dist.get_world_size(),
+        "gradient_accumulation_steps": "auto" if auto else 1,
+        "gradient_clipping": "auto" if auto else 1.0,
+        "zero_optimization": {"stage": stage, **zero},
+        "steps_per_print": 10**9,
+        **({"bf16": {"enabled": True}} if bf16 else {}),
+    }
+
+
+@contextmanager
+def fresh_deepspeed() -> Iterator[None]:
+    """Accelerate and transformers keep what they know of DeepSpeed in globals; cases share a process."""
+    import deepspeed
+
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    _reset()
+    try:
+        yield
+    finally:
+        _reset()
+        gc.collect()
+
+
+def _reset() -> None:
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    unset_hf_deepspeed_config()
+
+
+def whole_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Weights that the forward pass uses, by the names of the unwrapped model."""
+    import deepspeed
+
+    found = {}
+    for name, p in model.named_parameters():
+        with deepspeed.zero.GatheredParameters([p], enabled=hasattr(p, "ds_id")):
+            found[name.removeprefix("module.")] = p.detach().float().clone()
+    return found
+
+
+def trainer_run(
+    folder: str, config: dict[str, Any], resume: str | None = None, zero_init: bool = False, **kwargs: Any
+) -> dict[str, Any]:
+    """Trains a small Llama with a plain ``Trainer``.
+
+    Args:
+        folder: of output.
+        config: DeepSpeed's.
+        resume: a checkpoint.
+        zero_init: build the model under ``zero.Init``, as ``from_pretrained`` does with ZeRO-3.
+        kwargs: of ``make_trainer``.
+    """
+    with fresh_deepspeed():
+        if zero_init:
+            config = settings(config["zero_optimization"]["stage"], auto=False)
+        model = None
+        if zero_init:
+            known = HfDeepSpeedConfig(config)  # kept alive while the model is loaded
+            if dist.get_rank() == 0:
+                tiny_llama().save_pretrained(f"{folder}/pretrained")
+            dist.barrier()
+            model = LlamaForCausalLM.from_pretrained(f"{folder}/pretrained")
+            assert known.is_zero3() and all(p.shape == (0,) for p in model.parameters())
+        trainer = make_trainer(folder, "ddp", dist.get_world_size(), model=model, deepspeed=config, **kwargs)
+        trainer.train(resume_from_checkpoint=resume)
+        optimizer = unwrap_optimizer(trainer.optimizer)
+        assert optimizer is not None
+        result = {
+            "weights": whole_weights(trainer.model),
+            "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+            "logs": [entry for entry in trainer.state.log_history if "learning_rate" in entry],
+            "transforms": optimizer.transform_count,
+            "wrapper": type(trainer.deepspeed.optimizer).__name__,
+            "routes": {route.name: (route.kind, route.shape) for route in optimizer.routes},
+        }
+        trainer.deepspeed.destroy()
+        return result
