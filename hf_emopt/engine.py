@@ -27,6 +27,7 @@ from hf_emopt.distributed.layout import (
 )
 from hf_emopt.distributed.plan import Batch, Bucket, Plan, PlannedParameter, Segment, make_plan
 from hf_emopt.distributed.slots import Matrix, assign_slots
+from hf_emopt.linalg.runs import Runs
 from hf_emopt.rules.base import Group, MatrixRule
 from hf_emopt.rules.elementwise import init_adamw_state
 from hf_emopt.rules.masters import init_weight_state
@@ -77,6 +78,7 @@ class Engine:
         self._agreement = Agreement(None, frozenset())
         self._ok: dict[torch.device, Tensor | None] = {}
         self._exchanges: dict[tuple[Any, ...], Exchange] = {}
+        self._homes: dict[tuple[int, ...], Runs | None] = {}
         self._batches: dict[int, tuple[Batch, ...]] = {}
         self._teams: dict[tuple[int, ...], Any] = {}
         self._slots: dict[Matrix, tuple[int, ...]] = {}
@@ -230,6 +232,15 @@ class Engine:
             grid = self.grid_of_bucket(bucket)
             self._exchanges[key] = Exchange(bucket, grid, present, dtype, compute_device(param))
         return self._exchanges[key]
+
+    def homes(self, index: int, present: Sequence[int], make: Callable[[], Runs | None]) -> Runs | None:
+        """Where a bucket's owned segments lie in what this rank accumulates, made when first asked for."""
+        key = (index, *present)
+        if key not in self._homes:
+            if len(self._homes) > _MAX_EXCHANGES:
+                self._homes.clear()
+            self._homes[key] = make()
+        return self._homes[key]
 
     def _wire(self, param: Tensor) -> torch.dtype:
         if self.transport_dtype is not None:

@@ -37,6 +37,7 @@ from hf_emopt.engine import Engine, build_grids
 from hf_emopt.flat_checkpoints import emitted_runs, is_runs, loaded_runs
 from hf_emopt.flattened import Flattened
 from hf_emopt.groups import GroupBuilder, ParamsArgument, describe_torch_group, unpack_units
+from hf_emopt.passes import finite
 from hf_emopt.routing.route import ParameterRoute, RouteTable, coverage_warning
 from hf_emopt.routing.unit import Unit
 from hf_emopt.rules.base import Group, MatrixRule
@@ -426,11 +427,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
                     by_device[grad.device].append(grad)
         if not self.skip_nonfinite:
             return {}
-        # The largest absolute value overflows only where a gradient itself has, unlike a sum of squares.
-        return {
-            device: torch.isfinite(torch.stack([n.float() for n in torch._foreach_norm(grads, ord=float("inf"))])).all()
-            for device, grads in by_device.items()
-        }
+        return {device: finite(grads, device) for device, grads in by_device.items()}
 
     def _step_aux(self, group_index: int, group: Group, present: frozenset[str]) -> None:
         """AdamW where each rank steps what it holds."""

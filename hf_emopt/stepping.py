@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +17,8 @@ from hf_emopt.distributed.exchange import Exchange
 from hf_emopt.distributed.layout import is_sharded, local_gradient, local_tensor
 from hf_emopt.distributed.plan import Batch, Bucket, Segment
 from hf_emopt.engine import Engine, compute_device
+from hf_emopt.linalg.runs import Runs, contiguous_run, runs_work
+from hf_emopt.passes import Part, Passes
 from hf_emopt.routing.unit import Unit
 from hf_emopt.rules.base import Clock, Group, Shard
 from hf_emopt.rules.elementwise import adamw_step, apply_updates
@@ -28,15 +29,6 @@ __all__ = ["Part", "Task", "pipeline", "step_aux_bucket", "step_bucket"]
 
 Task = Iterator[None]
 State = dict[str, Tensor]
-
-
-@dataclass
-class Part:
-    """What a phase works on: a weight, its gradient and its state, or the same part of all three."""
-
-    weight: Tensor
-    grad: Tensor
-    state: State
 
 
 def pipeline(tasks: Iterable[Task]) -> None:
@@ -80,45 +72,56 @@ def step_bucket(engine: Engine, index: int, bucket: Bucket, present: Sequence[in
     sharded = is_sharded(params[0])  # state lies as the parameter does, also where there is but one shard
     parts = _shards(engine, bucket, present) if sharded else _owned_parts(engine, bucket, owned)
     ok = engine.ok_on(params[0].device)
-    messages = engine.rule.accumulate(
-        [p.weight for p in parts], [p.grad for p in parts], [p.state for p in parts], group, ok
-    ) if parts else []  # fmt: skip
     exchange = None
     if grid.world_size > 1:
         exchange = engine.exchange(index, bucket, present, exact=not sharded and needs_master(params[0]))
     transform = _Transform(engine, index, bucket, owned, group, {i: rounds[k] for i, k in row.items()})
+    passes = Passes(engine.rule, parts, group, ok)
     if sharded and exchange is not None and exchange.travels:
-        arrival = exchange.send(messages)
+        arrival = passes.send(exchange)
         yield
-        targets = transform.make_room(params[0])
+        targets = transform.make_room(params[0], exchange.dtype)
         exchange.receive(arrival, targets)
         stacked = transform.filled(targets)
     else:
-        if sharded:
-            messages = [messages[row[s.parameter]][_within(s, bucket, grid.shard)] for s in owned]
-        stacked = transform.stack(messages, params[0])
+        homes = engine.homes(index, present, lambda: _homes(bucket, owned, row, grid.shard if sharded else None, parts))
+        targets = transform.make_room(params[0]) if passes.possible(homes) else []
+        if targets and passes.momentum(homes, targets):
+            stacked = transform.filled(targets)
+        else:
+            messages = passes.messages()
+            if sharded:
+                messages = [messages[row[s.parameter]][_within(s, bucket, grid.shard)] for s in owned]
+            stacked = transform.stack(messages, params[0])
     updates = transform.run(stacked)
     engine.count_step([engine.state_of(bucket, i) for i in present], ok)
     warmup = engine.rule.warmup_rounds(group)
     moving = [k for k in range(len(present)) if rounds[k] > warmup]
+    everyone = len(moving) == len(present)
     generator = engine.generator(index, group, params[0].device, grid.shard)
     if exchange is None:
-        _apply([parts[k] for k in moving], [updates[k] for k in moving], group, ok, generator)
+        if not (everyone and passes.apply(homes, parts, updates, transform.scales)):
+            updates = transform.scaled(updates)
+            _apply([parts[k] for k in moving], [updates[k] for k in moving], group, ok, generator)
         return
     if not sharded and needs_master(params[0]):  # weights travel: what their dtype cannot hold stays with the owner
         awake = set(moving)
         applied = [k for k, s in enumerate(owned) if row[s.parameter] in awake]
+        updates = transform.scaled(updates)
         _apply([parts[k] for k in applied], [updates[k] for k in applied], group, ok, generator)
         yield from _gather([p.weight for p in parts], [local_tensor(p) for p in params], exchange)
         return
-    arrival = exchange.give(updates)
+    arrival = exchange.give(updates, transform.scales)
     if exchange.returns:
         yield
     if grid.replicas > 1:
         arrival = exchange.share(arrival)
         yield
     whole = parts if sharded else [Part(local_tensor(p), p, {}) for p in params]
-    returned = [torch.empty(p.weight.shape, dtype=exchange.dtype, device=p.weight.device) for p in whole]
+    weights = [p.weight for p in whole]
+    if everyone and passes.apply(exchange.runs("taken", weights), whole, [arrival.wait()], None):
+        return
+    returned = [torch.empty(w.shape, dtype=exchange.dtype, device=w.device) for w in weights]
     exchange.take(arrival, returned)
     _apply([whole[k] for k in moving], [returned[k] for k in moving], group, ok, generator)
 
@@ -182,6 +185,22 @@ def _within(segment: Segment, bucket: Bucket, shard: int) -> tuple[slice, ...]:
     raise AssertionError(f"shard {shard} does not hold segment {segment.box}")
 
 
+def _homes(
+    bucket: Bucket, owned: Sequence[Segment], row: dict[int, int], shard: int | None, parts: Sequence[Part]
+) -> Runs | None:
+    """Where each owned segment lies in the parts: all of one where parts are the owned segments (``shard`` is ``None``)."""
+    runs = []
+    for k, segment in enumerate(owned):
+        part = k if shard is None else row[segment.parameter]
+        run: tuple[int, int] | None = (0, segment.numel)
+        if shard is not None:
+            run = contiguous_run(_within(segment, bucket, shard), parts[part].weight.shape)
+        if run is None:
+            return None
+        runs.append((part, run[0], k, 0, segment.numel))
+    return Runs(runs)
+
+
 def _is_plain(unit: Unit) -> bool:
     """Whether the unit's matrices are the segment's elements in their own order."""
     return unit.dim is None and unit.batch + unit.rows + unit.cols == tuple(range(len(unit.view)))
@@ -208,6 +227,8 @@ class _Transform:
         self.owned_at = {i: place[id(segment)] for i, segment in enumerate(self.every) if id(segment) in place}
         self.batches = engine.batches(index, bucket)
         self._rooms: list[Tensor | None] = []
+        self.scales = [1.0] * len(owned)
+        """What each update is still to be multiplied by."""
 
     def _jobs(self, batch: Batch) -> list[tuple[int, Unit]]:
         """``(index into owned, unit)`` of what takes part."""
@@ -224,13 +245,19 @@ class _Transform:
             return None
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).to(device)
 
-    def make_room(self, like: Tensor) -> list[Tensor]:
-        """A tensor for each owned segment, to be filled; where a batch's matrices are whole segments, rows of the batch."""
-        dtype, device = torch.promote_types(like.dtype, torch.float32), compute_device(like)
+    def make_room(self, like: Tensor, wire: torch.dtype | None = None) -> list[Tensor]:
+        """A tensor for each owned segment, to be filled; where a batch's matrices are whole segments, rows of the batch.
+
+        Args:
+            wire: dtype of what will arrive. Where it is narrow, and the rule reads that, the room has it.
+        """
+        device, dtype = compute_device(like), torch.promote_types(like.dtype, torch.float32)
+        if wire is not None and all(self._defers(batch, device) for batch in self.batches):
+            dtype = wire
         targets = [torch.empty(0)] * len(self.owned)
         for batch in self.batches:
             jobs = self._jobs(batch)
-            if not jobs or not all(_is_plain(unit) and len(self.owned[k].units) == 1 for k, unit in jobs):
+            if not jobs or not self._is_whole(jobs):
                 self._rooms.append(None)
                 for k, _ in jobs:
                     if not targets[k].numel():
@@ -242,6 +269,20 @@ class _Transform:
                 targets[k] = rows.view(self.owned[k].shape)
             self._rooms.append(room)
         return targets
+
+    def _is_whole(self, jobs: Sequence[tuple[int, Unit]]) -> bool:
+        """Whether each job is all of its segment, in the segment's own order."""
+        return all(_is_plain(unit) and len(self.owned[k].units) == 1 for k, unit in jobs)
+
+    def _defers(self, batch: Batch, device: torch.device) -> bool:
+        """Whether updates of a batch leave the transform without their scale, for the next pass to multiply by."""
+        deferred = runs_work(device) and batch.cut is None and self.engine.rule.defers_scale(self.group)
+        return deferred and self._is_whole(self._jobs(batch))
+
+    def scaled(self, updates: Sequence[Tensor]) -> list[Tensor]:
+        """Updates times the scales that :meth:`run` has left to do."""
+        pairs = zip(updates, self.scales)
+        return [u if s == 1.0 else u.to(torch.promote_types(u.dtype, torch.float32)) * s for u, s in pairs]
 
     def filled(self, targets: Sequence[Tensor]) -> list[Tensor | None]:
         """As :meth:`stack`, of what :meth:`make_room` made."""
@@ -266,24 +307,30 @@ class _Transform:
                 rows = self._rows(batch)
                 index = {name: self.engine.rows(rows, value.device) for name, value in storage.items()}
                 unit_state = {name: value[index[name]] for name, value in storage.items()}
-            out = self._transform(x, unit_state, batch, key if whole else None)
+            out, scale = self._transform(x, unit_state, batch, key if whole else None)
             if not whole:
                 for name, value in unit_state.items():
                     storage[name][index[name]] = value
             for part, (k, unit) in zip(out.split([unit.shape[0] for _, unit in jobs]), jobs):
                 if _is_plain(unit) and len(self.owned[k].units) == 1:
-                    updates[k] = part.reshape(self.owned[k].shape)
+                    updates[k], self.scales[k] = part.reshape(self.owned[k].shape), scale
                     continue
                 if updates[k] is None:
                     updates[k] = torch.empty(self.owned[k].shape, dtype=part.dtype, device=part.device)
                 unit.insert(updates[k], part)  # type: ignore[arg-type]
         return updates  # type: ignore[return-value]
 
-    def _transform(self, x: Tensor, unit_state: State, batch: Batch, key: tuple[int, int] | None) -> Tensor:
+    def _transform(
+        self, x: Tensor, unit_state: State, batch: Batch, key: tuple[int, int] | None
+    ) -> tuple[Tensor, float]:
+        """The update of a batch, and what it is still to be multiplied by."""
         rule, ok = self.engine.rule, self.engine.ok_on(x.device)
         clock = self._clock(batch, key)
         cut, first = batch.cut, not batch.copy
-        if cut is None:
+        scale = 1.0
+        if self._defers(batch, x.device):
+            out, scale = rule.transform_unscaled(x, unit_state, self.group, ok, clock)
+        elif cut is None:
             out = rule.transform(x, unit_state, self.group, ok, clock)
         elif not cut.team:
             out = rule.transform_part(x, unit_state, self.group, ok, clock, cut.full_shape)
@@ -298,7 +345,7 @@ class _Transform:
         self.engine.transform_count += x.shape[0] if first else 0
         # The result is scaled in place later: it must not be the rule's own state, or the message it was given.
         taken = {t.untyped_storage().data_ptr() for t in (x, *unit_state.values())}
-        return out.clone() if out.untyped_storage().data_ptr() in taken else out
+        return (out.clone() if out.untyped_storage().data_ptr() in taken else out), scale
 
     def _rows(self, batch: Batch) -> list[int]:
         """Places, in the batch, of the matrices that take part."""

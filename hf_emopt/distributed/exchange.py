@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -28,10 +28,12 @@ from torch import Tensor
 
 from hf_emopt.distributed.layout import Box, Grid, Storage
 from hf_emopt.distributed.plan import Bucket, Segment
+from hf_emopt.linalg.runs import Runs, contiguous_run, fits, runs_work
 
 __all__ = ["Arrival", "Exchange"]
 
 Slices = tuple[slice, ...]
+Stage = Literal["sent", "received", "given", "taken"]
 
 
 @dataclass
@@ -104,6 +106,7 @@ class Exchange:
         self._returned, self._given = self._held, self._asked
         if any(segment.gives is not None for segment in segments):
             self._narrow(segments, storages, row)
+        self._runs: dict[Stage, Runs | None] = {}
 
     def _narrow(self, segments: Sequence[Segment], storages: Sequence[Storage], row: dict[int, int]) -> None:
         """Pieces on the way back, where owners pass on a part of what they have transformed."""
@@ -126,6 +129,43 @@ class Exchange:
             for s in range(grid.shards)
         ]
 
+    # ------------------------------------------------------------------ pieces and buffers
+
+    def pieces(self, stage: Stage) -> list[list[_Piece]]:
+        """What lies in a stage's buffer, in order, by rank.
+
+        Args:
+            stage: ``"sent"`` and ``"taken"`` are of this rank's part of each present parameter, ``"received"`` and
+                ``"given"`` of its owned segments.
+        """
+        mine = self.grid.replica
+        if stage == "sent":
+            return self._held[mine][:1] if self._to_all else self._held[mine]
+        if stage == "received":
+            return self._asked
+        if stage == "given":
+            return self._given if self.returns else [self._given[self.grid.shard]]
+        replicas = self._returned if self.grid.replicas > 1 else [self._returned[mine]]
+        return [pieces for shards in replicas for pieces in shards]
+
+    def runs(self, stage: Stage, tensors: Sequence[Tensor]) -> Runs | None:
+        """The pieces of a stage as runs, tensors on the left and the buffer on the right.
+
+        ``None`` where kernels do not run here, or a piece's elements do not follow one another in its tensor.
+        """
+        if not runs_work(self.device):
+            return None
+        if stage not in self._runs:
+            self._runs[stage] = _as_runs([p for run in self.pieces(stage) for p in run], tensors)
+        return self._runs[stage]
+
+    def room(self, stage: Stage) -> Tensor:
+        """An empty buffer of a stage."""
+        stays = stage == "given" and not self.returns  # then it is the part of the copies that this rank makes
+        pieces = [self._returned[self.grid.replica][self.grid.shard]] if stays else self.pieces(stage)
+        size = sum(_splits(pieces))
+        return torch.empty(size, dtype=self.dtype, device=self.device)
+
     # ------------------------------------------------------------------ shards to owners
 
     def send(self, messages: Sequence[Tensor]) -> Arrival:
@@ -134,26 +174,32 @@ class Exchange:
         Args:
             messages: this rank's part of each present parameter.
         """
-        pieces = self._held[self.grid.replica]
+        return self.send_packed(self._packed("sent", messages))
+
+    def send_packed(self, buffer: Tensor) -> Arrival:
+        """As :meth:`send`, of a buffer that is filled already."""
+        sizes = _splits(self._asked)
         if self._to_all:
-            mine, sizes = self._packed(pieces[:1], messages), _splits(self._asked)
             everything = torch.empty(sum(sizes), dtype=self.dtype, device=self.device)
             ranks = self.grid.ranks[self.grid.replica]
-            return Arrival(everything, _all_gather(everything, sizes, mine, self.grid.shard_group, ranks), (mine,))
-        return self._all_to_all(self._packed(pieces, messages), _splits(pieces), _splits(self._asked))
+            return Arrival(everything, _all_gather(everything, sizes, buffer, self.grid.shard_group, ranks), (buffer,))
+        return self._all_to_all(buffer, _splits(self._held[self.grid.replica]), sizes)
 
     def receive(self, arrival: Arrival, targets: Sequence[Tensor]) -> None:
         """Waits for :meth:`send` and fills a tensor for each owned segment."""
-        _unpack(arrival.wait(), [p for pieces in self._asked for p in pieces], targets)
+        self._unpack("received", arrival.wait(), targets)
 
     # ------------------------------------------------------------------ updates back
 
-    def give(self, outputs: Sequence[Tensor]) -> Arrival:
-        """Starts to return what owners made of their segments: to the shards, or, where all are whole, nowhere yet."""
+    def give(self, outputs: Sequence[Tensor], scales: Sequence[float] | None = None) -> Arrival:
+        """Starts to return what owners made of their segments: to the shards, or, where all are whole, nowhere yet.
+
+        Args:
+            scales: a factor on each output.
+        """
+        buffer = self._packed("given", outputs, scales)
         if not self.returns:
-            pieces = self._returned[self.grid.replica][self.grid.shard]
-            return Arrival(self._packed([self._given[self.grid.shard]], outputs, sum(p.numel for p in pieces)))
-        buffer = self._packed(self._given, outputs)
+            return Arrival(buffer)
         return self._all_to_all(buffer, _splits(self._given), _splits(self._returned[self.grid.replica]))
 
     def share(self, arrival: Arrival) -> Arrival:
@@ -171,24 +217,49 @@ class Exchange:
 
         What the owner is too is written as well: it went through the wire's dtype like everybody's.
         """
-        replicas = self._returned if self.grid.replicas > 1 else [self._returned[self.grid.replica]]
-        _unpack(arrival.wait(), [p for shards in replicas for pieces in shards for p in pieces], targets)
+        self._unpack("taken", arrival.wait(), targets)
 
     # ------------------------------------------------------------------ packing
 
-    def _packed(self, pieces: Sequence[Sequence[_Piece]], tensors: Sequence[Tensor], size: int | None = None) -> Tensor:
-        flat = [p for run in pieces for p in run]
-        total = sum(p.numel for p in flat) if size is None else size
-        buffer = torch.empty(total, dtype=self.dtype, device=self.device)
+    def _packed(self, stage: Stage, tensors: Sequence[Tensor], scales: Sequence[float] | None = None) -> Tensor:
+        buffer = self.room(stage)
+        runs = self.runs(stage, tensors)
+        if runs is not None and fits([buffer], self.device) and fits(tensors, self.device):
+            runs.to_right(tensors, [buffer], scales)
+            return buffer
+        if scales is not None:
+            tensors = [t.to(torch.promote_types(t.dtype, torch.float32)) * scale for t, scale in zip(tensors, scales)]
+        flat = [p for run in self.pieces(stage) for p in run]
         if flat:
-            views = [part.view(tensors[p.index][p.where].shape) for part, p in zip(_parts(buffer, flat), flat)]
-            torch._foreach_copy_(views, [tensors[p.index][p.where] for p in flat])
+            parts = [part.view(tensors[p.index][p.where].shape) for part, p in zip(_parts(buffer, flat), flat)]
+            torch._foreach_copy_(parts, [tensors[p.index][p.where] for p in flat])
         return buffer
+
+    def _unpack(self, stage: Stage, buffer: Tensor, targets: Sequence[Tensor]) -> None:
+        runs = self.runs(stage, targets)
+        if runs is not None and fits([buffer], self.device) and fits(targets, self.device):
+            runs.to_left([buffer], targets)
+            return
+        pieces = [p for run in self.pieces(stage) for p in run]
+        if pieces:
+            views = [targets[p.index][p.where] for p in pieces]
+            torch._foreach_copy_(views, [part.view(v.shape) for part, v in zip(_parts(buffer, pieces), views)])
 
     def _all_to_all(self, buffer: Tensor, sizes: list[int], wanted: list[int]) -> Arrival:
         received = torch.empty(sum(wanted), dtype=self.dtype, device=self.device)
         work = dist.all_to_all_single(received, buffer, wanted, sizes, group=self.grid.shard_group, async_op=True)
         return Arrival(received, (work,), (buffer,))
+
+
+def _as_runs(pieces: Sequence[_Piece], tensors: Sequence[Tensor]) -> Runs | None:
+    runs, offset = [], 0
+    for piece in pieces:
+        run = contiguous_run(piece.where, tensors[piece.index].shape)
+        if run is None:
+            return None
+        runs.append((piece.index, run[0], 0, offset, run[1]))
+        offset += run[1]
+    return Runs(runs)
 
 
 def _owned_by(segments: Sequence[Segment], position: int) -> list[Segment]:
@@ -243,13 +314,6 @@ def _splits(runs: Sequence[Sequence[_Piece]]) -> list[int]:
 
 def _parts(buffer: Tensor, pieces: Sequence[_Piece]) -> tuple[Tensor, ...]:
     return buffer.split([p.numel for p in pieces])
-
-
-def _unpack(buffer: Tensor, pieces: Sequence[_Piece], targets: Sequence[Tensor]) -> None:
-    if not pieces:
-        return
-    views = [targets[p.index][p.where] for p in pieces]
-    torch._foreach_copy_(views, [part.view(v.shape) for part, v in zip(_parts(buffer, pieces), views)])
 
 
 def _all_gather(

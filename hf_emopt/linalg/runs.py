@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hf_emopt.linalg.triton.runtime import interpreting, supported
 
-__all__ = ["Runs", "all_finite", "contiguous_run", "runs_work"]
+__all__ = ["Runs", "all_finite", "contiguous_run", "fits", "runs_work"]
 
 Index = tuple[slice, ...]
 

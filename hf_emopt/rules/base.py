@@ -136,6 +136,23 @@ class MatrixRule(ABC):
         ``unit_state`` is changed in place. The result is subtracted from the weights, times the learning rate alone.
         """
 
+    def momentum_form(self, group: Group) -> tuple[float, bool] | None:
+        """``(momentum, nesterov)`` where one pass over many tensors may take the place of :meth:`accumulate`, else ``None``.
+
+        That pass does ``m += (1 - mu) (g - m)`` on ``momentum_buffer``, and passes on ``g + mu (m - g)``, or ``m``.
+        """
+        return None
+
+    def defers_scale(self, group: Group) -> bool:
+        """Whether :meth:`transform_unscaled` saves a pass, and reads 16-bit numbers as well as wide ones."""
+        return False
+
+    def transform_unscaled(
+        self, x: Tensor, unit_state: dict[str, Tensor], group: Group, ok: Tensor | None, clock: Clock
+    ) -> tuple[Tensor, float]:
+        """:meth:`transform` as a tensor of any floating dtype, and a factor to multiply it by in float32."""
+        return self.transform(x, unit_state, group, ok, clock), 1.0
+
     def transform_part(
         self,
         x: Tensor,

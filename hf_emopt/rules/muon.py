@@ -159,6 +159,10 @@ class MuonRule(MatrixRule):
         torch._foreach_lerp_(buffers, inputs, 1.0 - mu)
         return list(torch._foreach_lerp(inputs, buffers, mu)) if group["nesterov"] else buffers
 
+    def momentum_form(self, group: Group) -> tuple[float, bool] | None:
+        # Another implementation's bits need its order of sums.
+        return (group["momentum"], group["nesterov"]) if group["compat"] is None else None
+
     def orthogonalize(self, x: Tensor, group: Group) -> Tensor:
         """``(B, m, n)`` to its polar factor, as this group's constants approximate it."""
         compat, eps = group["compat"], group["eps"]
@@ -194,6 +198,16 @@ class MuonRule(MatrixRule):
         self, x: Tensor, unit_state: dict[str, Tensor], group: Group, ok: Tensor | None, clock: Clock
     ) -> Tensor:
         return self.scaled(self.orthogonalize(x, group), group, x.dtype)
+
+    def defers_scale(self, group: Group) -> bool:
+        return group["compat"] is None
+
+    def transform_unscaled(
+        self, x: Tensor, unit_state: dict[str, Tensor], group: Group, ok: Tensor | None, clock: Clock
+    ) -> tuple[Tensor, float]:
+        if group["compat"] is not None:
+            return super().transform_unscaled(x, unit_state, group, ok, clock)
+        return self.orthogonalize(x, group), update_scale(group["adjust_lr_fn"], x.shape[-2], x.shape[-1])
 
     def transform_part(
         self,
@@ -300,6 +314,9 @@ class NorMuonRule(MuonRule):
 
     name: ClassVar[str] = "normuon"
     _EPS: ClassVar[float] = 1e-8
+
+    def defers_scale(self, group: Group) -> bool:
+        return False  # rows are normalized in the dtype of what comes in
 
     def validate(self, group: Group) -> None:
         super().validate(group)

@@ -169,7 +169,7 @@ def test_passes_over_runs(name: str, arch: int, tmp_path: Path) -> None:
         "flag_ptr": "*i32",
     }
     lists = dict.fromkeys(("grads", "buffers", "outs", "sources", "targets", "weights", "updates", "values"), "*i64")
-    scalars = dict.fromkeys(("momentum", "lr", "shrink"), "fp32")
+    scalars = dict.fromkeys(("momentum", "rest", "lr", "decay"), "fp32")
     wide, narrow = tl.float32, tl.bfloat16
     constants = {
         "momentum": {"GRAD": wide, "BUFFER": wide, "OUT": narrow, "NESTEROV": True, "HAS_OK": True},

@@ -3,8 +3,8 @@
 The elements are given as *runs*: stretches of consecutive elements, each with an address in every list of tensors that take
 part. Addresses lie in device memory, so one binary serves any number of tensors. A program works on one chunk of one run.
 
-Products and sums are rounded one by one, in the order of torch's own foreach functions (launched without contraction into
-fused multiply-adds), so that results do not depend on which of the two ran.
+Products and sums come in the order of torch's own foreach functions and are rounded one by one (launched without contraction
+into fused multiply-adds), so that a result is the same wherever in memory its tensors lie.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
@@ -47,6 +47,7 @@ def momentum_kernel(
     outs,
     ok_ptr,
     momentum,
+    rest,
     GRAD: tl.constexpr,
     BUFFER: tl.constexpr,
     OUT: tl.constexpr,
@@ -64,19 +65,18 @@ def momentum_kernel(
     grad = tl.load(_pointer(grads, run, start, GRAD, ALIGNED) + index, mask=inside, other=0.0).to(BUFFER)
     if HAS_OK:
         grad = tl.where(tl.load(ok_ptr) != 0, grad, buffer)
-    rest = 1.0 - momentum
-    # torch.lerp counts from the nearer end.
+    # As torch.lerp, which counts from the nearer end; ``rest`` is 1 - momentum.
     if rest < 0.5:
         new = buffer + rest * (grad - buffer)
     else:
-        new = grad - (grad - buffer) * momentum
+        new = grad - (grad - buffer) * (1.0 - rest)
     tl.store(buffer_ptr, new, mask=inside)
     update = new
     if NESTEROV:
         if momentum < 0.5:
             update = grad + momentum * (new - grad)
         else:
-            update = new - (new - grad) * rest
+            update = new - (new - grad) * (1.0 - momentum)
     tl.store(_pointer(outs, run, start, OUT, ALIGNED) + index, update.to(OUT), mask=inside)
 
 
@@ -114,7 +114,7 @@ def apply_kernel(
     scales,
     ok_ptr,
     lr,
-    shrink,
+    decay,
     WEIGHT: tl.constexpr,
     UPDATE: tl.constexpr,
     SCALED: tl.constexpr,
@@ -123,7 +123,10 @@ def apply_kernel(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """``p <- (1 - shrink) p - lr u``; decay before the update (1), after it (2), cautious (3) or none (0)."""
+    """``p <- decay p - lr u``, the decay before the update (1), after it (2) or not at all (0).
+
+    Cautious (3): ``p <- p - decay p - lr u`` where the update pulls the weight towards zero.
+    """
     run, start, left = _chunk(run_of, start_of, numel_of, ALIGNED)
     if HAS_OK:
         left = tl.where(tl.load(ok_ptr) != 0, left, 0)
@@ -135,12 +138,12 @@ def apply_kernel(
     if SCALED:
         update = update * tl.load(scales + run)
     if DECAY == 1:
-        weight = weight * (1.0 - shrink)
+        weight = weight * decay
     if DECAY == 3:
-        weight = weight - tl.where(weight * update > 0, weight, 0.0) * shrink
+        weight = weight - tl.where(weight * update > 0, weight, 0.0) * decay
     weight = weight + update * (-lr)
     if DECAY == 2:
-        weight = weight * (1.0 - shrink)
+        weight = weight * decay
     tl.store(pointer, weight, mask=inside)
 
 

@@ -46,7 +46,7 @@ def launch_momentum(
 ) -> None:
     """See :meth:`~hf_emopt.linalg.runs.Runs.momentum`."""
     types = tuple(_TYPES[tensors[0].dtype] for tensors in (grads, buffers, outs))
-    arguments = (_flag(ok, prepared.run_of.view(torch.uint8)), momentum)
+    arguments = (_flag(ok, prepared.run_of.view(torch.uint8)), momentum, 1.0 - momentum)
     _launch(run_kernels.momentum_kernel, prepared, arguments, (*types, nesterov, ok is not None))
 
 
@@ -70,7 +70,7 @@ def launch_apply(
     """See :meth:`~hf_emopt.linalg.runs.Runs.apply`."""
     types = (_TYPES[weights[0].dtype], _TYPES[updates[0].dtype])
     factors = prepared.numel_of if scales is None else scales
-    arguments = (factors, _flag(ok, prepared.run_of.view(torch.uint8)), lr, shrink)
+    arguments = (factors, _flag(ok, prepared.run_of.view(torch.uint8)), lr, shrink if decay == 3 else 1.0 - shrink)
     constants = (*types, scales is not None, decay, ok is not None)
     _launch(run_kernels.apply_kernel, prepared, arguments, constants)
 

@@ -1,0 +1,113 @@
+"""The elementwise phases of a bucket: by one launch over all its tensors where kernels run, else by the rule's own functions.
+
+Both do the same sums, to the rounding of float32. A pass writes the momentum straight to where it is wanted, the buffer of an
+exchange or the stack of matrices, and reads updates from where they arrived, so nothing is copied between phases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_emopt.distributed.exchange import Arrival, Exchange
+from hf_emopt.linalg.runs import Runs, all_finite, fits, runs_work
+from hf_emopt.rules.base import Group, MatrixRule
+from hf_emopt.rules.elementwise import decay_factor
+from hf_emopt.rules.masters import needs_master
+
+__all__ = ["Part", "Passes", "finite"]
+
+State = dict[str, Tensor]
+
+
+def finite(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Scalar bool on the device of all tensors: whether every number is finite."""
+    if runs_work(device) and fits(tensors, device):
+        return all_finite(tensors)
+    # The largest absolute value overflows only where a gradient itself has, unlike a sum of squares.
+    largest = torch._foreach_norm(list(tensors), ord=float("inf"))
+    return torch.isfinite(torch.stack([n.float() for n in largest])).all()
+
+
+@dataclass
+class Part:
+    """What a phase works on: a weight, its gradient and its state, or the same part of all three."""
+
+    weight: Tensor
+    grad: Tensor
+    state: State
+
+
+class Passes:
+    """The phases before and after the transform.
+
+    Args:
+        rule: whose momentum it is.
+        parts: what this rank accumulates.
+        group: hyperparameters as they are to be applied.
+        ok: whether the step counts; scalar on the device, or ``None``.
+    """
+
+    def __init__(self, rule: MatrixRule, parts: Sequence[Part], group: Group, ok: Tensor | None) -> None:
+        self.rule, self.parts, self.group, self.ok = rule, parts, group, ok
+
+    def messages(self) -> list[Tensor]:
+        """What the transform is to see of each part, by the rule's own function."""
+        if not self.parts:
+            return []
+        return self.rule.accumulate(
+            [p.weight for p in self.parts],
+            [p.grad for p in self.parts],
+            [p.state for p in self.parts],
+            self.group,
+            self.ok,
+        )
+
+    def possible(self, runs: Runs | None) -> bool:
+        """Whether :meth:`momentum` can do it, as far as the targets are not to blame."""
+        if runs is None or not self.parts or self.rule.momentum_form(self.group) is None:
+            return False
+        device = self.parts[0].weight.device
+        buffers = [p.state["momentum_buffer"] for p in self.parts]
+        wide = buffers[0].dtype is torch.float32
+        return runs_work(device) and wide and fits([p.grad for p in self.parts], device) and fits(buffers, device)
+
+    def momentum(self, runs: Runs | None, targets: Sequence[Tensor]) -> bool:
+        """Momentum with the result on the right of ``runs``; ``False``, and nothing done, where that is not possible."""
+        form = self.rule.momentum_form(self.group)
+        if runs is None or form is None or not self.possible(runs) or not fits(targets, self.parts[0].weight.device):
+            return False
+        buffers = [p.state["momentum_buffer"] for p in self.parts]
+        runs.momentum([p.grad for p in self.parts], buffers, targets, *form, self.ok)
+        return True
+
+    def send(self, exchange: Exchange) -> Arrival:
+        """Accumulates and starts to bring matrices together."""
+        runs = exchange.runs("sent", [p.weight for p in self.parts])
+        if self.possible(runs):
+            buffer = exchange.room("sent")
+            if self.momentum(runs, [buffer]):
+                return exchange.send_packed(buffer)
+        return exchange.send(self.messages())
+
+    def apply(
+        self, runs: Runs | None, parts: Sequence[Part], updates: Sequence[Tensor], scales: Sequence[float] | None
+    ) -> bool:
+        """Steps float32 weights (left) by updates (right); ``False``, and nothing done, where that is not possible."""
+        group, lr = self.group, self.group["lr"]
+        if runs is None or not parts or isinstance(lr, Tensor) or needs_master(parts[0].weight):
+            return False
+        if group.get("compat") is not None:  # another implementation's bits need its order of sums
+            return False
+        device, weights = parts[0].weight.device, [p.weight for p in parts]
+        shrink = decay_factor(group, lr)
+        if not runs_work(device) or isinstance(shrink, Tensor) or weights[0].dtype is not torch.float32:
+            return False
+        if not (fits(weights, device) and fits(updates, device)):
+            return False
+        cautious, after = group.get("cautious_weight_decay", False), group.get("decay_after", False)
+        runs.apply(weights, updates, float(lr), float(shrink), self.ok, scales, cautious, after and not cautious)
+        return True
