@@ -42,6 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
         add_help=False,
     )
     _add_inspect(commands)
+    _add_convert(commands)
     _add_bench(commands)
     return parser
 
@@ -55,6 +56,17 @@ def _add_inspect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     inspect.add_argument("checkpoint", help="a folder or a file")
     inspect.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    convert = commands.add_parser(
+        "convert",
+        help="a DeepSpeed checkpoint as one that every layout and number of ranks resumes from",
+        description="Brings the optimizer state and the float32 weights of all ranks of a DeepSpeed checkpoint together, so "
+        "that another ZeRO stage, another number of ranks, FSDP2, DDP or one process can resume. Needs no DeepSpeed.",
+    )
+    convert.add_argument("checkpoint", help="a checkpoint of Trainer, of Accelerate or of engine.save_checkpoint")
+    convert.add_argument("output", help="a folder to make")
 
 
 def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -147,6 +159,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from hf_emopt.bench.kernels import run
 
             return run(options.shapes, options.output, options.tune, not options.no_plot)
+        if options.command == "convert":
+            from hf_emopt.deepspeed_files import convert
+
+            print(f"{options.output}: {', '.join(convert(options.checkpoint, options.output))}")
+            return 0
         if options.command == "inspect":
             from hf_emopt.inspection import inspect_checkpoint
 

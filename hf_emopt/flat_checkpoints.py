@@ -18,10 +18,11 @@ from hf_emopt.state import STATE_VERSION, is_shaped, live_names, load_into
 if TYPE_CHECKING:
     from hf_emopt.matrix_optimizer import MatrixOptimizer
 
-__all__ = ["emitted_runs", "is_runs", "loaded_runs", "merged"]
+__all__ = ["emitted_runs", "is_runs", "loaded_runs", "merged", "whole_of"]
 
-SPANS, SHAPES = "spans", "shapes"
-"""Keys of a saved group: ``(start, stop)`` of the saved run of each flattened parameter, and the parameter's shape."""
+SPANS, SHAPES, FLATS = "spans", "shapes", "flats"
+"""Keys of a saved group: of each flattened parameter ``(start, stop)`` of the saved run, the shape, and ``(flat, offset)``:
+which of this rank's flat tensors has the run of the weight itself, and where."""
 
 
 def is_runs(state_dict: dict[str, Any]) -> bool:
@@ -41,7 +42,10 @@ def emitted_runs(optimizer: MatrixOptimizer, plain_state_dict: Callable[[], dict
         engine.settle()
         materialize(engine)
     plain = plain_state_dict()
+    flattened = optimizer._flattened
+    assert flattened is not None
     for saved, group in zip(plain["param_groups"], optimizer.param_groups):
+        saved[FLATS] = [list(flattened.where(part)) for part in group["params"]]
         saved[SPANS] = [list(part.span) for part in group["params"]]
         saved[SHAPES] = [list(part.full_shape) for part in group["params"]]
     # What another rank owns has an empty tensor.
@@ -74,6 +78,7 @@ def loaded_runs(optimizer: MatrixOptimizer, state_dict: dict[str, Any]) -> None:
                 f"group {group['name']!r}: the checkpoint is of {len(names)} parameters ({', '.join(names[:3])} ...), this "
                 f"group of {len(group['params'])} ({', '.join(group['param_names'][:3])} ...)"
             )
+        del saved[FLATS]
         cut = list(zip(names, saved.pop(SPANS), saved.pop(SHAPES), group["params"]))
         for name, span, shape, part in cut:
             if tuple(shape) != part.full_shape:
@@ -148,7 +153,7 @@ def merged(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
             name, shape = group["param_names"][position], tuple(group[SHAPES][position])
             runs = [(tuple(p["param_groups"][number][SPANS][position]), p["state"].get(index, {})) for p in parts]
             state[index] = _merged_entry(name, shape, runs)
-    groups = [{k: v for k, v in group.items() if k not in (SPANS, SHAPES)} for group in first["param_groups"]]
+    groups = [{k: v for k, v in group.items() if k not in (SPANS, SHAPES, FLATS)} for group in first["param_groups"]]
     return {**first, "state": {index: entry for index, entry in state.items() if entry}, "param_groups": groups}
 
 

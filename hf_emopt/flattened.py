@@ -122,13 +122,15 @@ class Flattened:
         self._inside: dict[int, list[tuple[Partition, int, str]]] = defaultdict(list)
         self._open = False
         found: dict[tuple[int, int], Partition] = {}
-        for flat in flats:
+        self._where: dict[int, tuple[int, int]] = {}
+        for number, flat in enumerate(flats):
             for place in flat.places:
                 storage = Storage(
                     (math.prod(place.shape),), tuple((((a, b),),) for a, b in place.spans), flat.grid.ranks
                 )
                 part = Partition.of(_run(flat, place), storage, flat.grid, place.shape, flat.compute)
                 found[flat.group, place.position] = part
+                self._where[id(part)] = (number, place.offset)
                 name = self.groups[flat.group]["param_names"][place.position]
                 self._inside[id(flat.tensor)].append((part, place.offset, name))
         for index, group in enumerate(self.groups):
@@ -137,6 +139,10 @@ class Flattened:
             if missing:
                 raise UnsupportedLayoutError(f"no flat tensor has {', '.join(missing[:5])} of group {group['name']!r}")
             self._parts.append([found[index, position] for position in range(len(names))])
+
+    def where(self, part: Partition) -> tuple[int, int]:
+        """Number of the flat tensor that a partition is in, and its offset there."""
+        return self._where[id(part)]
 
     @contextmanager
     def exposed(self, optimizer: MatrixOptimizer) -> Iterator[None]:

@@ -33,9 +33,10 @@ from hf_emopt.integrations.deepspeed_refusals import (
     refuse_native_muon,
     unknown_wrapper,
 )
+from hf_emopt.integrations.deepspeed_resume import hook_trainer_resume, load_weights
 from hf_emopt.matrix_optimizer import MatrixOptimizer
 
-__all__ = ["attach", "watch"]
+__all__ = ["attach", "load_weights", "watch"]
 
 ENGINE_MODULE = "deepspeed.runtime.engine"
 _MARK = "__hf_emopt__"
@@ -190,6 +191,7 @@ def _consolidate_before_saving(engine: Any, optimizer: MatrixOptimizer) -> None:
 def watch() -> None:
     """Has DeepSpeed's engine attach optimizers of this package, now or when it is imported. Idempotent."""
     _watch_accelerate()
+    hook_trainer_resume()
     module = sys.modules.get(ENGINE_MODULE)
     if module is not None:
         _hook(module)

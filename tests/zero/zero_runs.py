@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor, nn
-from zoo import Zoo, build, coefficients, weights, zoo
+from zoo import Zoo, build, coefficients, weights, wrap, zoo
 
+from hf_emopt.integrations.deepspeed import load_weights
 from hf_emopt.matrix_optimizer import MatrixOptimizer
 
 SAMPLES = 24
@@ -37,7 +39,7 @@ def config(
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": clip,
         "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": stage, **zero},
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 10_000, **zero},
         "steps_per_print": 10**9,
     }
     if precision != "fp32":
@@ -69,11 +71,14 @@ def call_every_module(model: nn.Module) -> None:
 
 
 @contextmanager
-def initialized(model: nn.Module, optimizer: MatrixOptimizer, settings: dict[str, Any]) -> Iterator[Any]:
-    """A DeepSpeed engine, destroyed afterwards."""
+def initialized(
+    model: nn.Module, optimizer: MatrixOptimizer | None, settings: dict[str, Any], by_module: bool = True
+) -> Iterator[Any]:
+    """A DeepSpeed engine, destroyed afterwards; with ``by_module`` for the zoo."""
     import deepspeed
 
-    call_every_module(model)
+    if by_module:
+        call_every_module(model)
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
     try:
         yield engine
@@ -96,13 +101,8 @@ def train(engine: Any, shapes: nn.Module, steps: range) -> None:
         for part in range(micro):
             first = (rank * micro + part) * each
             wanted = coefficients(shapes, step, range(first, first + each), size * micro / 32)
-            engine.backward(engine(wanted) / micro if not engine_scales(engine) else engine(wanted))
+            engine.backward(engine(wanted))  # which divides by the number of micro-batches
             engine.step()
-
-
-def engine_scales(engine: Any) -> bool:
-    """DeepSpeed divides the loss by the number of micro-batches itself."""
-    return True
 
 
 def master_weights(engine: Any) -> dict[str, Tensor]:
@@ -240,3 +240,39 @@ def resumed(rule: str, settings: dict[str, Any], folder: str, steps: tuple[int, 
         "resumed": after,
         "different": all(not torch.equal(straight[name], value) for name, value in between.items()),
     }
+
+
+def saved(rule: str, settings: dict[str, Any], folder: str, steps: int) -> None:
+    """Trains and saves."""
+    model = zoo()
+    with initialized(model, build(model, rule), settings) as engine:
+        train(engine, zoo(), range(steps))
+        engine.save_checkpoint(folder)
+
+
+def continued(rule: str, settings: dict[str, Any], folder: str, steps: tuple[int, int]) -> dict[str, Tensor]:
+    """Master weights after more steps from a converted checkpoint, under DeepSpeed."""
+    model = zoo()
+    with initialized(model, build(model, rule), settings) as engine:
+        load_weights(engine, load_file(f"{folder}/model.safetensors"))
+        engine.basic_optimizer.load_state_dict(torch.load(f"{folder}/optimizer.pt", weights_only=True))
+        train(engine, zoo(), range(*steps))
+        return master_weights(engine)
+
+
+def continued_plainly(rule: str, folder: str, steps: tuple[int, int], layout: str | None = None) -> dict[str, Tensor]:
+    """The same in one process, or under FSDP2 or DDP."""
+    model: nn.Module = zoo()
+    model.load_state_dict(load_file(f"{folder}/model.safetensors"))
+    if layout is not None:
+        model = wrap(model, layout)
+    optimizer = build(model, rule)
+    optimizer.load_state_dict(torch.load(f"{folder}/optimizer.pt", weights_only=True))
+    rank, size = (dist.get_rank(), dist.get_world_size()) if layout else (0, 1)
+    each = SAMPLES // size
+    for step in range(*steps):
+        wanted = coefficients(model, step, range(rank * each, (rank + 1) * each), size / 32)
+        model(wanted).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model)

@@ -1,0 +1,98 @@
+"""Resuming a DeepSpeed run from a checkpoint of another layout: weights into its flat tensors, and what ``Trainer`` asks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import trainer
+
+from hf_emopt.checkpoint_files import CheckpointError
+from hf_emopt.deepspeed_files import find_deepspeed
+from hf_emopt.matrix_optimizer import MatrixOptimizer
+
+__all__ = ["hook_trainer_resume", "load_weights"]
+
+_MARK = "__hf_emopt__"
+_NAME = "deepspeed_load_checkpoint"
+
+
+@torch.no_grad()
+def load_weights(engine: Any, weights: Mapping[str, Tensor]) -> None:
+    """Whole weights into a DeepSpeed engine: what it trains in float32, and what the forward pass uses. On all ranks.
+
+    Args:
+        engine: with an optimizer of this package.
+        weights: by the names that the optimizer knows. Names of parameters that are not trained, and of buffers, are
+            loaded into the module at stages 0 to 2.
+
+    Raises:
+        ValueError: naming trained parameters that are missing, or that have another shape.
+    """
+    optimizer, wrapper = engine.basic_optimizer, engine.optimizer
+    if not isinstance(optimizer, MatrixOptimizer):
+        raise TypeError(f"the engine's optimizer is {type(optimizer).__name__}, none of hf_emopt")
+    missing = [n for group in optimizer.param_groups for n in group["param_names"] if n not in weights]
+    if missing:
+        raise ValueError(f"no weights of {', '.join(missing[:5])} ({len(missing)} trained parameters in all)")
+    flattened = optimizer._flattened
+    if flattened is None:
+        engine.module.load_state_dict(weights, strict=False)
+        for group in optimizer.param_groups:
+            for name, param in zip(group["param_names"], group["params"]):
+                param.copy_(weights[name].view_as(param))  # float32 copies, where DeepSpeed has them
+        return
+    with flattened.exposed(optimizer):
+        for group in optimizer.param_groups:
+            for name, part in zip(group["param_names"], group["params"]):
+                if tuple(weights[name].shape) != part.full_shape:
+                    raise ValueError(f"{name} has shape {tuple(weights[name].shape)}, the parameter {part.full_shape}")
+                start, stop = part.span
+                part.local.copy_(weights[name].reshape(-1)[start:stop])
+    if hasattr(wrapper, "update_lp_params"):
+        engine.module.load_state_dict(weights, strict=False)
+        wrapper.update_lp_params()
+        return
+    for sub_group in range(len(wrapper.fp16_groups)):  # ZeRO-3, as at the end of its step
+        wrapper._reassign_or_swap_out_partitioned_parameters(sub_group)
+    if wrapper.persistent_parameters:
+        wrapper.persistent_parameters[0].partition(wrapper.persistent_parameters)
+        wrapper.persistent_parameters[0].all_gather(wrapper.persistent_parameters)
+
+
+def hook_trainer_resume() -> None:
+    """Has ``Trainer`` resume a DeepSpeed run from checkpoints that DeepSpeed did not write. Idempotent."""
+    original: Callable[..., Any] | None = getattr(trainer, _NAME, None)
+    original = getattr(original, _MARK, original)
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def load_checkpoint(engine: Any, checkpoint_path: str, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(getattr(engine, "basic_optimizer", None), MatrixOptimizer):
+            return original(engine, checkpoint_path, *args, **kwargs)
+        if find_deepspeed(checkpoint_path) is None:
+            files = sorted(Path(checkpoint_path).glob("model*.safetensors"))
+            if not files:
+                raise CheckpointError(
+                    f"{checkpoint_path} has neither files of DeepSpeed nor model.safetensors: save the model from the layout "
+                    "that it was trained under (state_dict_type FULL_STATE_DICT with save_only_model=False), or convert it"
+                )
+            return load_weights(engine, {name: t for file in files for name, t in load_file(file).items()})
+        try:
+            return original(engine, checkpoint_path, *args, **kwargs)
+        except RuntimeError as error:
+            if "world size" not in str(error):
+                raise
+            raise CheckpointError(
+                f"{checkpoint_path} was saved by another number of ranks, which DeepSpeed cannot load: `hf-emopt convert "
+                f"{checkpoint_path} OUTPUT` makes of it a checkpoint that resumes at any number, and at any stage"
+            ) from error
+
+    setattr(load_checkpoint, _MARK, original)
+    setattr(trainer, _NAME, load_checkpoint)
