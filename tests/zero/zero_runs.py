@@ -276,3 +276,26 @@ def continued_plainly(rule: str, folder: str, steps: tuple[int, int], layout: st
         optimizer.step()
         optimizer.zero_grad()
     return weights(model)
+
+
+def bad_step(settings: dict[str, Any]) -> dict[str, Any]:
+    """A step in which one rank has a gradient that is not finite, and one in which all are."""
+    model = zoo()
+    optimizer = build(model, "muon")
+    with initialized(model, optimizer, settings) as engine:
+        train(engine, zoo(), range(1))
+        before = master_weights(engine)
+        poisoned = coefficients(zoo(), 1, range(4), 1 / 32)
+        if dist.get_rank() == 1:
+            poisoned["blocks.linears.a.weight"][0, 0] = float("nan")
+        engine.backward(engine(poisoned))
+        engine.step()
+        between = master_weights(engine)
+        train(engine, zoo(), range(2, 3))
+        after = master_weights(engine)
+        return {
+            "parameters": len(before),
+            "unchanged": sum(torch.equal(before[name], between[name]) for name in before),
+            "moved": sum(not torch.equal(after[name], between[name]) for name in before),
+            "skipped": engine.skipped_steps,
+        }

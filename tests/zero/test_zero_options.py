@@ -1,0 +1,60 @@
+"""What DeepSpeed's options change in where things lie, and must not change in what comes out."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from harness import World
+from torch import Tensor
+from zero_runs import bad_step, config, reference, trained
+from zoo import assert_close, steps_of
+
+MATRICES = 20 + 5 * 3
+
+
+@functools.cache
+def wanted(rule: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    return reference(rule, steps_of(rule), 0.0, dtype)
+
+
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+
+
+@pytest.mark.parametrize(
+    ("rule", "stage", "precision", "zero"),
+    [
+        ("muon", 1, "bf16", OFFLOAD),
+        ("soap", 2, "fp32", OFFLOAD),
+        ("muon", 3, "fp32", OFFLOAD),
+        ("muon", 3, "bf16", {"offload_param": {"device": "cpu"}, **OFFLOAD}),
+        ("normuon", 2, "fp32", {"round_robin_gradients": True}),
+        ("muon", 1, "fp32", {"contiguous_gradients": False, "reduce_scatter": False}),
+        ("shampoo", 2, "fp32", {"overlap_comm": True}),
+        ("muon", 2, "fp32", {"parameter_alignment": True}),
+        ("soap-staggered", 3, "fp32", {"sub_group_size": 500}),
+        ("muon", 3, "fp32", {"stage3_param_persistence_threshold": 0}),
+    ],
+    ids=str,
+)
+def test_weights_are_those_of_one_process(
+    two: World, rule: str, stage: int, precision: str, zero: dict[str, Any]
+) -> None:
+    settings = {**config(stage, precision, **zero), "zero_force_ds_cpu_optimizer": False}
+    results = two.run(trained, rule=rule, settings=settings, steps=steps_of(rule))
+    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+    # DeepSpeed's own view of float32 weights does not follow round_robin_gradients.
+    which = "model" if "round_robin_gradients" in zero else "weights"
+    for result in results:
+        assert_close(result[which], wanted(rule, dtype), 1e-5)
+    assert sum(r["transforms"] for r in results) == MATRICES * steps_of(rule)
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(0, "bf16"), (1, "bf16"), (1, "bf16-fp32"), (2, "fp32"), (3, "bf16")])
+def test_a_gradient_that_is_not_finite_skips_the_step_for_all_groups(two: World, stage: int, precision: str) -> None:
+    for result in two.run(bad_step, settings=config(stage, precision)):
+        assert result["unchanged"] == result["parameters"]
+        assert result["moved"] == result["parameters"]
+        assert result["skipped"] == 1
