@@ -21,7 +21,7 @@ from torch import Tensor
 from hf_emopt.checkpoint_files import CheckpointError
 from hf_emopt.flat_checkpoints import FLATS, SHAPES, SPANS, is_runs, merged, whole_of
 
-__all__ = ["convert", "find_deepspeed", "read_deepspeed", "read_deepspeed_weights"]
+__all__ = ["convert", "find_deepspeed", "layout_of", "read_deepspeed", "read_deepspeed_weights"]
 
 _RANK_FILE = re.compile(r"^(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt$")
 _MODEL_FILE = "mp_rank_00_model_states.pt"
@@ -86,6 +86,14 @@ def find_deepspeed(path: str | Path) -> Path | None:
         if (candidate / _MODEL_FILE).is_file() or any(_RANK_FILE.match(p.name) for p in candidate.glob("*.pt")):
             return candidate
     return None
+
+
+def layout_of(folder: Path) -> tuple[int, str]:
+    """By how many ranks DeepSpeed's files were saved (0 where one file has it all), and at which stages."""
+    ranks = sum(_RANK_FILE.match(p.name) is not None for p in folder.glob("*.pt"))
+    if not ranks:
+        return 0, "0"
+    return ranks, "1 or 2" if (folder / _MODEL_FILE).is_file() else "3"
 
 
 def _parts(folder: Path) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import trainer
 
 from hf_emopt.checkpoint_files import CheckpointError
-from hf_emopt.deepspeed_files import find_deepspeed
+from hf_emopt.deepspeed_files import find_deepspeed, layout_of
 from hf_emopt.matrix_optimizer import MatrixOptimizer
 
 __all__ = ["hook_trainer_resume", "load_weights"]
@@ -76,23 +76,30 @@ def hook_trainer_resume() -> None:
     def load_checkpoint(engine: Any, checkpoint_path: str, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(getattr(engine, "basic_optimizer", None), MatrixOptimizer):
             return original(engine, checkpoint_path, *args, **kwargs)
-        if find_deepspeed(checkpoint_path) is None:
-            files = sorted(Path(checkpoint_path).glob("model*.safetensors"))
-            if not files:
-                raise CheckpointError(
-                    f"{checkpoint_path} has neither files of DeepSpeed nor model.safetensors: save the model from the layout "
-                    "that it was trained under (state_dict_type FULL_STATE_DICT with save_only_model=False), or convert it"
-                )
-            return load_weights(engine, {name: t for file in files for name, t in load_file(file).items()})
-        try:
+        folder = find_deepspeed(checkpoint_path)
+        if folder is not None:
+            _check_layout(engine, folder, checkpoint_path)
             return original(engine, checkpoint_path, *args, **kwargs)
-        except RuntimeError as error:
-            if "world size" not in str(error):
-                raise
+        files = sorted(Path(checkpoint_path).glob("model*.safetensors"))
+        if not files:
             raise CheckpointError(
-                f"{checkpoint_path} was saved by another number of ranks, which DeepSpeed cannot load: `hf-emopt convert "
-                f"{checkpoint_path} OUTPUT` makes of it a checkpoint that resumes at any number, and at any stage"
-            ) from error
+                f"{checkpoint_path} has neither files of DeepSpeed nor model.safetensors: save the model whole where it was "
+                "trained (fsdp_state_dict_type: FULL_STATE_DICT)"
+            )
+        return load_weights(engine, {name: t for file in files for name, t in load_file(file).items()})
 
     setattr(load_checkpoint, _MARK, original)
     setattr(trainer, _NAME, load_checkpoint)
+
+
+def _check_layout(engine: Any, folder: Path, checkpoint: str) -> None:
+    """Refuses files of another stage or number of ranks, which DeepSpeed fails on in ways that name neither."""
+    ranks, stages = layout_of(folder)
+    stage = int(engine.zero_optimization_stage())
+    here = engine.seq_dp_world_size if stage else 0
+    if str(stage) not in stages or ranks != here:
+        by = f"by {ranks} ranks at ZeRO stage {stages}" if ranks else "at ZeRO stage 0"
+        raise CheckpointError(
+            f"{checkpoint} was saved {by}, and this run has {engine.seq_dp_world_size} ranks at stage {stage}: `hf-emopt "
+            f"convert {checkpoint} OUTPUT` makes of it a checkpoint that resumes at any number of ranks and any stage"
+        )

@@ -7,13 +7,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState
-from ranks import GLOBAL_BATCH, make_trainer, tiny_llama
+from accelerate.utils import DeepSpeedPlugin
+from ranks import GLOBAL_BATCH, make_trainer, samples, tiny_llama
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
+import hf_emopt
 from hf_emopt.integrations.registry import unwrap_optimizer
 
 
@@ -98,4 +101,50 @@ def trainer_run(
             "routes": {route.name: (route.kind, route.shape) for route in optimizer.routes},
         }
         trainer.deepspeed.destroy()
+        return result
+
+
+def example_run(config: str, script: list[str]) -> dict[str, float]:
+    """``examples/run_clm.py`` with a DeepSpeed configuration."""
+    import run_clm
+
+    with fresh_deepspeed():
+        return run_clm.main([*script, "--deepspeed", config])
+
+
+def accelerate_run(stage: int, folder: str, steps: range, load: bool = False) -> dict[str, Any]:
+    """A loop of its own with ``hf_emopt.Accelerator`` and a DeepSpeed plugin; saved at the end.
+
+    Args:
+        stage: of ZeRO.
+        folder: of ``save_state``.
+        steps: numbers of the steps, which choose the samples.
+        load: start from ``folder``.
+    """
+    with fresh_deepspeed():
+        plugin = DeepSpeedPlugin(hf_ds_config=settings(stage, auto=False))
+        handler = hf_emopt.EmoptPlugin(optim="soap", lr=2e-3, optim_args="precondition_frequency=2,aux_lr=5e-4")
+        accelerator = hf_emopt.Accelerator(deepspeed_plugin=plugin, kwargs_handlers=[handler])
+        model = tiny_llama()
+        optimizer = handler.build(model)
+        before = {n: g["kind"] for g in optimizer.param_groups for n in g["param_names"]}
+        model, wrapped = accelerator.prepare(model, optimizer)
+        if load:
+            accelerator.load_state(folder)
+        data, share = samples(64), GLOBAL_BATCH // dist.get_world_size()
+        for step in steps:
+            start = GLOBAL_BATCH * step + share * dist.get_rank()
+            batch = torch.stack([s["input_ids"] for s in data[start : start + share]])
+            accelerator.backward(model(input_ids=batch, labels=batch).loss)
+            wrapped.step()
+            wrapped.zero_grad()
+        accelerator.save_state(folder)
+        ours = unwrap_optimizer(wrapped)
+        assert ours is optimizer
+        result = {
+            "weights": whole_weights(model),
+            "transforms": optimizer.transform_count,
+            "kinds": (before, {n: g["kind"] for g in optimizer.param_groups for n in g["param_names"]}),
+        }
+        model.destroy()
         return result
