@@ -308,6 +308,8 @@ class _Transform:
                 index = {name: self.engine.rows(rows, value.device) for name, value in storage.items()}
                 unit_state = {name: value[index[name]] for name, value in storage.items()}
             out, scale = self._transform(x, unit_state, batch, key if whole else None)
+            if runs_work(out.device):  # tall matrices may come out transposed, and the next pass reads along memory
+                out = out.contiguous()
             if not whole:
                 for name, value in unit_state.items():
                     storage[name][index[name]] = value
