@@ -5,6 +5,9 @@ PYTHON ?= python3
 VENV ?= .venv
 RUN := $(VENV)/bin/python
 DEMO_ARGS ?=
+# DeepSpeed installs without a CUDA toolkit where it compiles nothing.
+export DS_BUILD_OPS ?= 0
+export DS_IGNORE_CUDA_DETECTION ?= 1
 # Workers with one thread each: the models of the tests are too small to use more.
 PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist worksteal
 
