@@ -108,7 +108,8 @@ def emitted(optimizer: MatrixOptimizer, plain_state_dict: Callable[[], dict[str,
                 "state_dict() on rank 0; or consolidate_state_dict(to=None) for state_dict() on every rank, which "
                 "torch.distributed.checkpoint needs"
             )
-        whole = fresh(engine)
+        engine.prepare()
+        whole = {**fresh(engine), **sharded_unit_state(engine)}
     if whole is None:
         engine.prepare()
         materialize(engine)
@@ -122,7 +123,10 @@ def emitted(optimizer: MatrixOptimizer, plain_state_dict: Callable[[], dict[str,
     for index, name, param in zip(indices, names, params):
         # A part of a whole must not stand beside, or in place of, the whole.
         own = {} if owned and not isinstance(param, DTensor) else optimizer.state.get(param, {})
-        entry = {**own, **whole.get(name, {})}
+        found = whole.get(name, {})
+        if isinstance(param, DTensor):  # what is cut as the parameter is stays where it is
+            found = {key: value for key, value in found.items() if not (key in own and isinstance(own[key], DTensor))}
+        entry = {**own, **found}
         if isinstance(param, DTensor) and _LOW_BITS in entry:  # no backend gathers int16
             entry[_LOW_BITS] = entry[_LOW_BITS].to(torch.int32)
         if entry:

@@ -397,6 +397,13 @@ class MatrixOptimizer(torch.optim.Optimizer):
             )
         return planned
 
+    def units_of_slices(self) -> dict[str, tuple[Unit, ...]]:
+        """For parameters whose slices are matrices of their own, these matrices."""
+        groups = [g for g in self.param_groups if g["kind"] == "matrix"]
+        if not any(self._modes.mode(n, g["tensor_parallel"]) == "blockwise" for g in groups for n in g["param_names"]):
+            return {}
+        return {p.name: p.units for p in self.planned_parameters(self._grids()) if p.whole_shapes}
+
     def _shard_cost(self, shape: tuple[int, int], group: Group, k: int) -> int:
         return self.rule.shard_cost(*shape, k, group)
 

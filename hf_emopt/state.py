@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from hf_emopt.distributed.layout import whole_numel, whole_shape
 from hf_emopt.groups import STRUCTURAL_KEYS, unpack_units
+from hf_emopt.routing.unit import Unit
 from hf_emopt.rules.base import Group
 from hf_emopt.rules.elementwise import init_adamw_state
 
@@ -75,6 +77,7 @@ def matched(optimizer: MatrixOptimizer, state_dict: dict[str, Any]) -> tuple[dic
         )
     saved_groups = _in_live_order(saved_groups, optimizer.param_groups)
     by_name: dict[str, dict[str, Any]] = {}
+    parts = optimizer.units_of_slices()
     for saved, group in zip(saved_groups, optimizer.param_groups):
         names = live_names(_saved_names(saved) or group["param_names"], group["param_names"])
         if len(saved["params"]) != len(group["params"]) or set(names) != set(group["param_names"]):
@@ -88,7 +91,8 @@ def matched(optimizer: MatrixOptimizer, state_dict: dict[str, Any]) -> tuple[dic
         for name, index in zip(names, saved["params"]):
             entry = state.get(index, {})
             _check_shapes(name, live[name], entry)
-            _check_kinds(optimizer, name, live[name], entry, _merged(group, saved), positions[name])
+            units = parts.get(name) or (unpack_units(group["units"][positions[name]]) if "units" in group else ())
+            _check_kinds(optimizer, name, live[name], entry, _merged(group, saved), units)
             by_name[name] = entry
     return by_name, saved_groups
 
@@ -129,7 +133,7 @@ def _merged(live: Group, saved: Group) -> Group:
 
 
 def _check_kinds(
-    optimizer: MatrixOptimizer, name: str, param: Tensor, entry: dict[str, Any], group: Group, position: int
+    optimizer: MatrixOptimizer, name: str, param: Tensor, entry: dict[str, Any], group: Group, units: Sequence[Unit]
 ) -> None:
     """Refuses state that another optimizer wrote, or this one with other matrices in the parameter."""
     if whole_numel(param) == 0:
@@ -140,7 +144,7 @@ def _check_kinds(
         wanted = {key: tuple(value.shape) for key, value in init_adamw_state(meta).items()}
     else:
         wanted = {key: tuple(value.shape) for key, value in optimizer.rule.init_state(meta, group).items()}
-        for index, unit in enumerate(unpack_units(group["units"][position])):
+        for index, unit in enumerate(units):
             state = optimizer.rule.init_unit_state(unit.shape, group, meta)
             wanted |= {f"{key}.{index}": tuple(value.shape) for key, value in state.items()}
     missing = sorted(set(wanted) - set(entry)) if "step" in entry else []
@@ -152,7 +156,8 @@ def _check_kinds(
             what = f"{', '.join(foreign)} is none of this optimizer's"
         raise ValueError(
             f"{name}: the optimizer state holds {', '.join(sorted(entry))} and {what}: another optimizer saved it, or this "
-            f"one ({optimizer.rule.name}) with other options such as per_head; load it with those"
+            f"one ({optimizer.rule.name}) with other options such as per_head, or with tensor_parallel='blockwise' on another "
+            "number of ranks; load it with those"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging as levels
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -13,6 +14,13 @@ from transformers.utils import logging
 from hf_emopt.integrations.checkpoints import attach_checkpoint_hooks
 from hf_emopt.integrations.refusals import optim_name
 from hf_emopt.integrations.registry import unwrap_optimizer
+from hf_emopt.integrations.sharded_checkpoints import (
+    is_sharded_at_load,
+    load_optimizer,
+    load_weights,
+    permitted,
+    save_optimizer,
+)
 from hf_emopt.integrations.transformers import EmoptCallback, OptimizerFactory, handler_of
 
 __all__ = ["EmoptTrainer", "EmoptTrainerMixin"]
@@ -32,13 +40,19 @@ class EmoptTrainerMixin:
     * Learning rates by group and ``skipped_steps`` are in ``log`` itself, so that overrides of ``log`` and callbacks of
       every position see them.
     * ``trainer.accelerator.save_state`` saves the whole state of the optimizer.
+    * Models that transformers shards while it loads them (``DistributedConfig``: tensor and expert parallelism) are saved and
+      resumed with their optimizer, where a plain ``Trainer`` saves the model alone.
     """
 
     explain_at_start: ClassVar[bool] = True
     """Show routes and plan at the start of training."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        model = kwargs.get("model", args[0] if args else None)
+        arguments = kwargs.get("args", args[1] if len(args) > 1 else None)
+        ours = arguments is not None and handler_of(arguments) is not None
+        with permitted(model, arguments) if ours else nullcontext():
+            super().__init__(*args, **kwargs)
         trainer = self._trainer()
         given = trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None
         if not given and handler_of(trainer.args) is None:
@@ -76,6 +90,7 @@ class EmoptTrainerMixin:
             and args.world_size > 1
             and not trainer.is_fsdp_enabled
             and not trainer.is_deepspeed_enabled
+            and not is_sharded_at_load(trainer.model)
             and not args.torch_compile
             and not getattr(args, "use_vllm", False)
             and all(_is_known(callback) for callback in trainer.callback_handler.callbacks)
@@ -99,6 +114,27 @@ class EmoptTrainerMixin:
         finally:
             if own is not None:
                 trainer.optimizer_cls_and_kwargs = None
+
+    def _saves_sharded(self) -> bool:
+        trainer = self._trainer()
+        return is_sharded_at_load(trainer.model) and unwrap_optimizer(trainer.optimizer) is not None
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self._saves_sharded():
+            save_optimizer(self._trainer(), output_dir)
+        else:
+            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not (self._saves_sharded() and load_optimizer(self._trainer(), checkpoint)):
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        target: Any = self._trainer().model if model is None else model
+        if is_sharded_at_load(target):
+            load_weights(target, resume_from_checkpoint)
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """As ``Trainer``'s, with the learning rate of every kind of group and ``skipped_steps`` unless it is 0."""

@@ -73,8 +73,8 @@ class Muon(MatrixOptimizer):
         process_group: the ranks that hold copies of the parameters; ``None`` for all, ``"self"`` where each process trains a
             model of its own. DTensors (FSDP2, HSDP) know their ranks.
         tensor_parallel: what is done with matrices that tensor parallelism cuts: ``"layerwise"`` (whole matrices go to
-            owners), ``"duplicated"`` (every rank gathers and transforms all), ``"distributed"`` (Gram matrices are summed over
-            ranks), ``"auto"`` (which of these a model of bytes and operations has cheapest), or ``"blockwise"`` (slices
+            owners), ``"duplicated"`` (every rank gathers and transforms all), ``"distributed"`` (Gram matrices are summed
+            over ranks), ``"auto"`` (which of these a model of bytes and operations has cheapest), or ``"blockwise"`` (slices
             are matrices of their own: no bytes, but another update). Kept by group, and never taken from a checkpoint.
         tensor_parallel_modules: the same for single parameters, ``"pattern:mode"`` with ``;`` between, such as
             ``"o_proj:duplicated"``.

@@ -1,0 +1,104 @@
+"""Checkpoints of models that transformers shards while it loads them (``DistributedConfig``), which ``Trainer`` refuses.
+
+The weights are ``Trainer``'s own, whole in ``model.safetensors``, and are read back by ``from_pretrained``, since a family
+may store other tensors than it computes with. The optimizer's state goes through transformers' ``save_optimizer_distributed``,
+which gives strided shards the form that ``torch.distributed.checkpoint`` can describe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from transformers.trainer_utils import SaveStrategy
+
+from hf_emopt.checkpoint_files import CheckpointError
+from hf_emopt.integrations.registry import unwrap_optimizer
+
+__all__ = ["FOLDER", "is_sharded_at_load", "load_optimizer", "load_weights", "permitted", "save_optimizer"]
+
+FOLDER = "optimizer_sharded"
+"""Inside a checkpoint, what ``torch.distributed.checkpoint`` writes."""
+
+_SCHEDULER = "scheduler.pt"
+
+
+def is_sharded_at_load(model: Any) -> bool:
+    """Whether ``from_pretrained(distributed_config=...)`` has sharded the model."""
+    return bool(getattr(model, "is_distributed_loading_by_transformers", False))
+
+
+@contextmanager
+def permitted(model: Any, args: Any) -> Iterator[None]:
+    """Inside, ``Trainer`` can be made for a sharded model whose optimizer is to be saved as well."""
+    refused = is_sharded_at_load(model) and args is not None and not args.save_only_model
+    if not refused or args.save_strategy == SaveStrategy.NO:
+        yield
+        return
+    args.save_only_model = True
+    try:
+        yield
+    finally:
+        args.save_only_model = False
+
+
+def save_optimizer(trainer: Any, folder: str | Path) -> None:
+    """Optimizer and schedule into a checkpoint. All ranks must call it."""
+    from transformers.distributed.checkpoint import save_optimizer_distributed
+
+    ours = unwrap_optimizer(trainer.optimizer)
+    assert ours is not None
+    ours.consolidate_state_dict(to=None)  # of plain parameters beside sharded ones, which lies with owners
+    save_optimizer_distributed(trainer.model, ours, str(Path(folder) / FOLDER))
+    if trainer.args.should_save:
+        torch.save(trainer.lr_scheduler.state_dict(), Path(folder) / _SCHEDULER)
+    dist.barrier()
+
+
+def load_optimizer(trainer: Any, folder: str | Path) -> bool:
+    """Optimizer and schedule from a checkpoint that has them; whether it has. All ranks must call it.
+
+    Raises:
+        CheckpointError: some ranks see the state and some do not.
+    """
+    from transformers.distributed.checkpoint import load_optimizer_distributed
+
+    ours = unwrap_optimizer(trainer.optimizer)
+    assert ours is not None
+    path = Path(folder) / FOLDER
+    seen: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(seen, path.is_dir())
+    if not any(seen):
+        return False
+    if not all(seen):
+        missing = [rank for rank, found in enumerate(seen) if not found]
+        raise CheckpointError(f"ranks {missing} do not see {path}: put the checkpoint where all do")
+    load_optimizer_distributed(trainer.model, ours, str(path))
+    if (Path(folder) / _SCHEDULER).is_file():
+        trainer.lr_scheduler.load_state_dict(torch.load(Path(folder) / _SCHEDULER, weights_only=True))
+    return True
+
+
+@torch.no_grad()
+def load_weights(model: Any, folder: str | Path) -> None:
+    """Whole weights that ``save_pretrained`` has written, each rank its part. All ranks must call it.
+
+    Raises:
+        CheckpointError: the weights there are another model's.
+    """
+    config = model.config.distributed_config
+    other = type(model).from_pretrained(str(folder), distributed_config=config, dtype=model.dtype)
+    read = dict(other.named_parameters()) | dict(other.named_buffers())
+    for name, target in [*model.named_parameters(), *model.named_buffers()]:
+        source = read.get(name)
+        if source is None or source.shape != target.shape:
+            raise CheckpointError(f"{folder} has no weight {name} of shape {tuple(target.shape)}")
+        if isinstance(target, DTensor):
+            target.to_local().copy_(source.to_local())
+        else:
+            target.copy_(source)
