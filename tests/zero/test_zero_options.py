@@ -10,7 +10,9 @@ import torch
 from harness import World
 from torch import Tensor
 from zero_runs import bad_step, config, reference, trained
-from zoo import assert_close, steps_of
+from zoo import assert_close, steps_of, zoo
+
+import hf_emopt
 
 MATRICES = 20 + 5 * 3
 
@@ -58,3 +60,22 @@ def test_a_gradient_that_is_not_finite_skips_the_step_for_all_groups(two: World,
         assert result["unchanged"] == result["parameters"]
         assert result["moved"] == result["parameters"]
         assert result["skipped"] == 1
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_clipping_leaves_the_size_of_the_first_update(two: World, stage: int) -> None:
+    """Of the gradient it changes only a scale, which orthogonalization does not see; of the update it would be the step."""
+    weights = [
+        two.run(trained, rule="muon", settings=config(stage, clip=clip), steps=1)[0]["weights"] for clip in (0, 1)
+    ]
+    matrices = [r.name for r in hf_emopt.route_parameters(zoo()) if r.kind == "matrix"]
+    assert_close({n: weights[1][n] for n in matrices}, {n: weights[0][n] for n in matrices}, 1e-5)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_micro_batches_are_transformed_once_together(two: World, stage: int) -> None:
+    whole, parts = (
+        two.run(trained, rule="muon", settings=config(stage, accumulation=count), steps=2) for count in (1, 4)
+    )
+    assert sum(r["transforms"] for r in parts) == sum(r["transforms"] for r in whole) == 2 * MATRICES
+    assert_close(parts[0]["weights"], whole[0]["weights"], 1e-5)

@@ -18,6 +18,7 @@ from harness import World, Worlds, free_port
 from ranks import MATRICES
 from trainer_runs import accelerate_run, example_run, settings, trainer_run
 
+import hf_emopt
 from hf_emopt.checkpoint_files import problem_with
 from hf_emopt.cli import main
 
@@ -33,8 +34,12 @@ def one_process(**kwargs: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(("stage", "zero_init"), [(0, False), (1, False), (2, False), (3, False), (3, True)], ids=str)
 def test_weights_of_trainer_are_those_of_one_process(two: World, tmp_path: Path, stage: int, zero_init: bool) -> None:
     wanted = one_process()
+    routes = {r.name: (r.kind, r.shape) for r in hf_emopt.route_parameters(ranks.tiny_llama())}
     results = two.run(trainer_run, folder=str(tmp_path), config=settings(stage), zero_init=zero_init)
     for result in results:
+        assert result["routes"] == routes
+        assert ("Stage3" in result["wrapper"]) == (stage == 3)
+        assert ("ZeroOptimizer" in result["wrapper"]) == (stage > 0)
         for name, value in wanted["weights"].items():
             torch.testing.assert_close(result["weights"][name], value, rtol=0, atol=2e-5 * float(value.abs().max()))
     assert sum(r["transforms"] for r in results) == 4 * MATRICES
