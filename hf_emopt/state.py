@@ -156,8 +156,8 @@ def _check_kinds(
             what = f"{', '.join(foreign)} is none of this optimizer's"
         raise ValueError(
             f"{name}: the optimizer state holds {', '.join(sorted(entry))} and {what}: another optimizer saved it, or this "
-            f"one ({optimizer.rule.name}) with other options such as per_head, or with tensor_parallel='blockwise' on another "
-            "number of ranks; load it with those"
+            f"one ({optimizer.rule.name}) with other options such as per_head, or with tensor_parallel='blockwise' on "
+            "another number of ranks; load it with those"
         )
 
 

@@ -1,8 +1,8 @@
 """Checkpoints of models that transformers shards while it loads them (``DistributedConfig``), which ``Trainer`` refuses.
 
 The weights are ``Trainer``'s own, whole in ``model.safetensors``, and are read back by ``from_pretrained``, since a family
-may store other tensors than it computes with. The optimizer's state goes through transformers' ``save_optimizer_distributed``,
-which gives strided shards the form that ``torch.distributed.checkpoint`` can describe.
+may store other tensors than it computes with. The optimizer's state goes through transformers'
+``save_optimizer_distributed``, which gives strided shards the form that ``torch.distributed.checkpoint`` can describe.
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@ from slices import Team, cuts
 from torch import Tensor
 
 import hf_emopt.linalg.newton_schulz_sharded as module
-from hf_emopt.linalg.coefficients import NS_COEFFICIENTS
+from hf_emopt.linalg.coefficients import NS_COEFFICIENTS, resolve_coefficients
+from hf_emopt.linalg.gram_newton_schulz import find_restart_steps
 from hf_emopt.linalg.newton_schulz import newton_schulz, newton_schulz_flops
 from hf_emopt.linalg.newton_schulz_sharded import newton_schulz_sharded, newton_schulz_sharded_flops
 
@@ -272,4 +273,98 @@ class TestRefusals:
                 all_reduce_max=lambda t: t,
                 start=0,
                 parts=3,
+            )
+
+
+def gram_form(x: Tensor, dim: int, parts: int, kind: str, team: Team | None = None, **options: Any) -> Tensor:
+    """All slices of the Gram form's result, put together."""
+    team = team or Team(parts)
+    bounds = cuts(x.shape[dim], parts, kind)
+
+    def rank(r: int) -> Tensor:
+        first, last = bounds[r]
+        part = x.narrow(dim, first, last - first)
+        return newton_schulz_sharded(
+            part, dim, team.sum(r), tuple(x.shape[-2:]), all_reduce_max=team.max(r), start=first, parts=parts,
+            method="gram", index=r, **options,
+        )  # fmt: skip
+
+    return torch.cat(team.run(rank), dim)
+
+
+class TestGramForm:
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+    @pytest.mark.parametrize("kind", ["even", "uneven"])
+    @pytest.mark.parametrize("parts", [1, 2, 3, 4])
+    @pytest.mark.parametrize("shape", SHAPES)
+    def test_slices_are_those_of_the_whole(
+        self, shape: tuple[int, int], parts: int, kind: str, dtype: torch.dtype
+    ) -> None:
+        for batch in ((), (3,), (2, 2)):
+            x = torch.randn(*batch, *shape, dtype=torch.promote_types(dtype, torch.float32))
+            expected = newton_schulz(x.double(), dtype=torch.float64)
+            for dim in long_dims(shape):
+                result = gram_form(x, dim, parts, kind, dtype=dtype)
+                assert result.dtype == dtype
+                assert relative(result, expected) < TOLERANCE.get(dtype, 2e-2)
+
+    def test_a_stack_is_a_loop_over_its_matrices(self) -> None:
+        x = torch.randn(5, 12, 20)
+        together = gram_form(x, -1, 3, "even", dtype=torch.float32)
+        each = torch.stack([gram_form(matrix, -1, 3, "even", dtype=torch.float32) for matrix in x])
+        assert relative(together, each) < 1e-6
+
+    @pytest.mark.parametrize("steps", [1, 3, 5, 8])
+    def test_gram_matrices_are_summed_at_the_start_and_at_restarts(self, steps: int) -> None:
+        team = Team(3)
+        gram_form(torch.randn(2, 20, 50), -1, 3, "even", team, dtype=torch.float32, steps=steps)
+        cost = module.sharded_cost(20, 50, 3, steps, method="gram")
+        assert [numel for _, _, numel in team.calls] == [2 * numel for numel in cost.reductions]
+        restarts = find_restart_steps(resolve_coefficients("jordan", steps).steps)
+        assert len(cost.reductions) == 2 + len(restarts) <= 2 + steps // 2
+
+    @pytest.mark.parametrize("scale", [1e-30, 1e-12, 1e20, 1e38])
+    def test_scale_does_not_matter(self, scale: float) -> None:
+        x = torch.randn(20, 50)
+        x /= x.abs().max()
+        assert relative(gram_form(x * scale, -1, 3, "uneven", dtype=torch.float32), newton_schulz(x)) < 1e-5
+
+    def test_zeros_give_zeros_and_bad_numbers_stay_in_their_matrix(self) -> None:
+        x = torch.randn(4, 20, 50)
+        x[1] = 0
+        x[2, 3, 4], x[3, 0, 49] = float("nan"), float("inf")
+        result = gram_form(x, -1, 3, "even", dtype=torch.float32)
+        assert relative(result[0], newton_schulz(x[0])) < 1e-5
+        assert torch.equal(result[1], torch.zeros(20, 50))
+        for matrix in result[2:]:
+            for part in matrix.split(17, -1):  # on every rank
+                assert not torch.isfinite(part).all()
+
+    def test_flops_are_those_of_the_products(self) -> None:
+        from torch.utils.flop_counter import FlopCounterMode
+
+        for m, n, parts in ((64, 256, 4), (256, 64, 2), (64, 64, 2)):
+            dim = -2 if m > n else -1
+            size = (m // parts, n) if dim == -2 else (m, n // parts)
+            with FlopCounterMode(display=False) as counter:
+                newton_schulz_sharded(
+                    torch.empty(size, device="meta"), dim, lambda t: t, (m, n), dtype=torch.float32, start=0,
+                    all_reduce_max=lambda t: t, parts=parts, method="gram", index=0,
+                )  # fmt: skip
+            assert counter.get_total_flops() == module.sharded_cost(m, n, parts, method="gram").flops
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"index": None}, "index=None must say which"),
+            ({"index": 3}, "index=3 must say which"),
+            ({"dtype": torch.bfloat16}, "more bits than bfloat16"),
+            ({"coefficients": "aol", "steps": None}, "rescales rows"),
+        ],
+    )
+    def test_refusals(self, options: dict[str, Any], message: str) -> None:
+        arguments = {"dim": -1, "start": 0, "parts": 3, "index": 0, "method": "gram", **options}
+        with pytest.raises(ValueError, match=message):
+            newton_schulz_sharded(
+                torch.ones(4, 3), all_reduce=lambda t: t, full_shape=(4, 9), all_reduce_max=lambda t: t, **arguments
             )
