@@ -48,7 +48,7 @@ def test_every_command_is_there(page: str, words: list[str]) -> None:
         done = subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         assert words[1] in re.findall(r"^([a-z]+):.*## ", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
-    elif program in ("python", "accelerate"):
+    elif program in ("python", "accelerate", "torchrun"):
         for word in words:
             if word.startswith(("examples/", "configs/", "benchmarks/")):
                 assert (ROOT / word).is_file(), f"{page} names {word}"

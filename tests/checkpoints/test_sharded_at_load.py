@@ -88,7 +88,7 @@ EXTRA = pytest.mark.ranks34
 CASES = [
     pytest.param("llama", {"tp_size": 2}, "muon", "distributed", id="llama-tp2-muon-distributed"),
     pytest.param("qwen3-moe", {"tp_size": 2}, "normuon", "duplicated", id="qwen3-moe-tp2-normuon-duplicated"),
-    pytest.param("qwen3-moe", {"tp_size": 2}, "soap", "auto", id="qwen3-moe-tp2-soap"),
+    pytest.param("qwen3-moe", {"tp_size": 2}, "soap", "auto", id="qwen3-moe-tp2-soap", marks=EXTRA),
     pytest.param("llama", {"tp_size": 2}, "shampoo", "blockwise", id="llama-tp2-shampoo-blockwise"),
     pytest.param("llama", {"tp_size": 2, "fsdp_size": 2}, "normuon", "distributed", id="llama-tp2-fsdp2", marks=EXTRA),
     pytest.param("qwen3-moe", {"fsdp_size": 4, "ep_size": 2}, "muon", "auto", id="qwen3-moe-fsdp2-ep2", marks=EXTRA),
@@ -121,7 +121,7 @@ def measured(folder: str, sizes: dict[str, int], each: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("family", "sizes"),
     [
-        pytest.param("llama", {"tp_size": 2}, id="llama-tp2"),
+        pytest.param("llama", {"tp_size": 2}, id="llama-tp2", marks=EXTRA),
         pytest.param("qwen3-moe", {"tp_size": 2}, id="qwen3-moe-tp2"),
         pytest.param("llama", {"tp_size": 2, "fsdp_size": 2}, id="llama-tp2-fsdp2", marks=EXTRA),
         pytest.param("qwen3-moe", {"fsdp_size": 4, "ep_size": 2}, id="qwen3-moe-fsdp2-ep2", marks=EXTRA),
