@@ -213,8 +213,8 @@ def _unit_place(
     if cut is not None and cut.team:  # along the dimension that differs, if any does
         start, stop = cut.spans[cut.team.index(segment.owner)]
         return tuple(slice(None) if a == b else slice(start, stop) for a, b in zip(whole, part))
-    per_row = parameter.units[segment.index(place)].shape[0] // max(1, parameter.storage.shape[0])
-    first = segment.box[0][0] * per_row if part[0] != whole[0] else 0
+    per_row = parameter.units[segment.index(place)].shape[0] // max(1, parameter.rows)
+    first = segment.box[0][0] // parameter.row_numel * per_row if part[0] != whole[0] else 0
     return (slice(first, first + part[0]),)
 
 

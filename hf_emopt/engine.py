@@ -369,9 +369,11 @@ class Engine:
 
     @staticmethod
     def _matrix(bucket: Bucket, segment: Segment, unit: int, b: int) -> Matrix:
-        per_row = segment.units[unit].shape[0] // max(1, segment.shape[0]) if 0 in segment.units[unit].batch else 0
-        first = segment.box[0][0] * per_row
-        return (bucket.parameters[segment.parameter].name, segment.index(unit), first + b)
+        parameter = bucket.parameters[segment.parameter]
+        row = parameter.row_numel
+        rows = max(1, segment.shape[0] // row)
+        per_row = segment.units[unit].shape[0] // rows if 0 in segment.units[unit].batch else 0
+        return (parameter.name, segment.index(unit), segment.box[0][0] // row * per_row + b)
 
     def slot(self, bucket: Bucket, segment: Segment, unit: int, b: int) -> tuple[int, ...]:
         """Slots of the pieces of a matrix."""

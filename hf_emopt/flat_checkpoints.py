@@ -6,7 +6,9 @@ A rank's ``state_dict`` says of every parameter which run of it the rank has (``
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,13 +18,15 @@ from hf_emopt.consolidation import materialize
 from hf_emopt.state import STATE_VERSION, is_shaped, live_names, load_into
 
 if TYPE_CHECKING:
+    from hf_emopt.engine import Engine
     from hf_emopt.matrix_optimizer import MatrixOptimizer
 
 __all__ = ["emitted_runs", "is_runs", "loaded_runs", "merged", "whole_of"]
 
-SPANS, SHAPES, FLATS = "spans", "shapes", "flats"
-"""Keys of a saved group: of each flattened parameter ``(start, stop)`` of the saved run, the shape, and ``(flat, offset)``:
-which of this rank's flat tensors has the run of the weight itself, and where."""
+SPANS, SHAPES, FLATS, OWNED = "spans", "shapes", "flats", "owned"
+"""Keys of a saved group, with an entry for each flattened parameter: ``(start, stop)`` of the saved run; the shape; ``(flat,
+offset)``, which of this rank's flat tensors has the run of the weight itself, and where; and runs whose matrices this rank
+transforms, in the order of their state."""
 
 
 def is_runs(state_dict: dict[str, Any]) -> bool:
@@ -41,11 +45,13 @@ def emitted_runs(optimizer: MatrixOptimizer, plain_state_dict: Callable[[], dict
     if engine is not None and any("step" in state for state in optimizer.state.values()):
         engine.settle()
         materialize(engine)
+    owned = _owned(engine)
     plain = plain_state_dict()
     flattened = optimizer._flattened
     assert flattened is not None
     for saved, group in zip(plain["param_groups"], optimizer.param_groups):
         saved[FLATS] = [list(flattened.where(part)) for part in group["params"]]
+        saved[OWNED] = [owned.get(name, []) for name in group["param_names"]]
         saved[SPANS] = [list(part.span) for part in group["params"]]
         saved[SHAPES] = [list(part.full_shape) for part in group["params"]]
     # What another rank owns has an empty tensor.
@@ -54,6 +60,15 @@ def emitted_runs(optimizer: MatrixOptimizer, plain_state_dict: Callable[[], dict
         for index, entry in plain["state"].items()
     }
     return {**plain, "state": state}
+
+
+def _owned(engine: Engine | None) -> dict[str, list[list[int]]]:
+    """Runs of each matrix parameter that this rank transforms."""
+    found: dict[str, list[list[int]]] = {}
+    for bucket in engine.plan.buckets if engine is not None else ():
+        for segment in bucket.owned(engine.grid_of_bucket(bucket).position):  # type: ignore[union-attr]
+            found.setdefault(bucket.parameters[segment.parameter].name, []).append(list(segment.box[0]))
+    return found
 
 
 def is_count(key: str) -> bool:
@@ -71,6 +86,7 @@ def loaded_runs(optimizer: MatrixOptimizer, state_dict: dict[str, Any]) -> None:
     saved_groups = [dict(group) for group in state_dict["param_groups"]]
     _check_groups(optimizer, saved_groups)
     by_name: dict[str, dict[str, Any]] = {}
+    owned: dict[str, list[list[int]]] = {}
     for saved, group in zip(saved_groups, optimizer.param_groups):
         names = live_names(saved["param_names"], group["param_names"])
         if names != group["param_names"]:
@@ -79,6 +95,7 @@ def loaded_runs(optimizer: MatrixOptimizer, state_dict: dict[str, Any]) -> None:
                 f"group of {len(group['params'])} ({', '.join(group['param_names'][:3])} ...)"
             )
         del saved[FLATS]
+        owned |= dict(zip(names, saved.pop(OWNED)))
         cut = list(zip(names, saved.pop(SPANS), saved.pop(SHAPES), group["params"]))
         for name, span, shape, part in cut:
             if tuple(shape) != part.full_shape:
@@ -92,7 +109,7 @@ def loaded_runs(optimizer: MatrixOptimizer, state_dict: dict[str, Any]) -> None:
         for name, index in zip(names, saved["params"]):
             by_name[name] = state_dict["state"].get(index, {})
     if any("step" in entry for entry in by_name.values()):
-        _check_owned(optimizer, by_name)
+        _check_owned(optimizer, owned)
     optimizer._forget_plan()
     load_into(optimizer, by_name, saved_groups)
 
@@ -115,26 +132,16 @@ def _check_groups(optimizer: MatrixOptimizer, saved_groups: Sequence[dict[str, A
         )
 
 
-def _check_owned(optimizer: MatrixOptimizer, by_name: dict[str, dict[str, Any]]) -> None:
-    """Sees that this rank has the state of the matrices that it owns, and of no others."""
-    engine = optimizer._current_engine()
-    for bucket in engine.plan.buckets:
-        position = engine.grid_of_bucket(bucket).position
-        mine = {segment.parameter for segment in bucket.owned(position)}
-        for i, parameter in enumerate(bucket.parameters):
-            saved = {key for key in by_name[parameter.name] if "." in key}
-            group = engine.groups[bucket.group]
-            wanted = {
-                f"{key}.{u}"
-                for u, unit in enumerate(parameter.units)
-                for key in engine.rule.init_unit_state(unit.shape, group, torch.empty(0, device="meta"))
-            }
-            if saved != (wanted if i in mine else set()):
-                raise ValueError(
-                    f"{parameter.name}: the checkpoint of this rank has {sorted(saved)}, and by this version's plan and "
-                    f"options it would have {sorted(wanted) if i in mine else 'none'}. `hf-emopt convert` makes one of all "
-                    "ranks' files that every plan loads"
-                )
+def _check_owned(optimizer: MatrixOptimizer, owned: dict[str, list[list[int]]]) -> None:
+    """Sees that this rank transforms the matrices whose state it saved, and no others."""
+    planned = _owned(optimizer._current_engine())
+    for name, runs in owned.items():
+        if [list(run) for run in runs] != planned.get(name, []):
+            raise ValueError(
+                f"{name}: the checkpoint of this rank has the state of the matrices in elements {runs or 'none'}, and by "
+                f"this version's plan and options it transforms those in {planned.get(name, []) or 'none'}. `hf-emopt "
+                "convert` makes one of all ranks' files that every plan loads"
+            )
 
 
 def merged(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -151,25 +158,46 @@ def merged(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for number, group in enumerate(first["param_groups"]):
         for position, index in enumerate(group["params"]):
             name, shape = group["param_names"][position], tuple(group[SHAPES][position])
-            runs = [(tuple(p["param_groups"][number][SPANS][position]), p["state"].get(index, {})) for p in parts]
+            mine = [(p["param_groups"][number], p["state"].get(index, {})) for p in parts]
+            runs = [_Run(tuple(g[SPANS][position]), g[OWNED][position], entry) for g, entry in mine]
             state[index] = _merged_entry(name, shape, runs)
-    groups = [{k: v for k, v in group.items() if k not in (SPANS, SHAPES, FLATS)} for group in first["param_groups"]]
+    groups = [
+        {k: v for k, v in group.items() if k not in (SPANS, SHAPES, FLATS, OWNED)} for group in first["param_groups"]
+    ]
     return {**first, "state": {index: entry for index, entry in state.items() if entry}, "param_groups": groups}
 
 
-def _merged_entry(
-    name: str, shape: tuple[int, ...], runs: Sequence[tuple[tuple[int, ...], dict[str, Any]]]
-) -> dict[str, Any]:
+@dataclass(frozen=True)
+class _Run:
+    """What one rank saved of a parameter."""
+
+    span: tuple[int, ...]
+    owned: Sequence[Sequence[int]]
+    entry: dict[str, Any]
+
+
+def _merged_entry(name: str, shape: tuple[int, ...], runs: Sequence[_Run]) -> dict[str, Any]:
     entry: dict[str, Any] = {}
-    for key in sorted({key for _, part in runs for key in part}):
+    for key in sorted({key for run in runs for key in run.entry}):
+        having = [run for run in runs if key in run.entry]
         if is_count(key):
-            entry[key] = max((part[key] for _, part in runs if key in part), key=int)
+            entry[key] = max((run.entry[key] for run in having), key=int)
         elif is_shaped(key):
-            pieces = sorted((span, part[key]) for span, part in runs if span[0] < span[1] and key in part)
-            entry[key] = whole_of(name, [(span, value) for span, value in pieces], shape)
+            pieces = [(run.span, run.entry[key]) for run in having if run.span[0] < run.span[1]]
+            entry[key] = whole_of(name, sorted(pieces, key=lambda piece: piece[0]), shape)
         else:
-            entry[key] = next(part[key] for _, part in runs if key in part)
+            rows = [piece for run in having for piece in _state_by_run(run.owned, run.entry[key])]
+            entry[key] = torch.cat([value for _, value in sorted(rows, key=lambda row: row[0])])
+            if sum(stop - start for (start, stop), _ in rows) != math.prod(shape):
+                raise ValueError(f"{name}: {key} of some matrices is in none of the files; is one of a rank missing?")
     return entry
+
+
+def _state_by_run(owned: Sequence[Sequence[int]], value: Tensor) -> list[tuple[tuple[int, int], Tensor]]:
+    """State of matrices, one row each, for each of the runs that they are in."""
+    total = sum(stop - start for start, stop in owned)
+    sizes = [value.shape[0] * (stop - start) // total for start, stop in owned]
+    return [((start, stop), rows) for (start, stop), rows in zip(owned, value.split(sizes))]
 
 
 def whole_of(name: str, pieces: Sequence[tuple[tuple[int, ...], Tensor]], shape: Sequence[int]) -> Tensor:
@@ -183,9 +211,7 @@ def whole_of(name: str, pieces: Sequence[tuple[tuple[int, ...], Tensor]], shape:
         if start != end or value.numel() != stop - start:
             raise ValueError(f"{name}: elements {end} to {start} are in none of the files; is one of a rank missing?")
         end = stop
-    numel = 1
-    for size in shape:
-        numel *= size
+    numel = math.prod(shape)
     if end != numel:
         raise ValueError(f"{name}: {end} of {numel} elements are in the files; is one of a rank missing?")
     return torch.cat([value.flatten() for _, value in pieces]).view(*shape)

@@ -457,8 +457,8 @@ def check_layout(name: str, param: Tensor, units: Sequence[Unit]) -> None:
     if expected is not None and whole_numel(param) != expected:
         raise UnsupportedLayoutError(
             f"{name} was a parameter of {expected:,} elements when it was routed and now has shape {tuple(param.shape)}: a "
-            "wrapper (FSDP1, DeepSpeed ZeRO) has flattened or partitioned it, so its matrices cannot be seen. Under DeepSpeed, "
-            "import hf_emopt before deepspeed.initialize; else train it under FSDP2, under DDP or on one process"
+            "wrapper (FSDP1, DeepSpeed ZeRO) has flattened or partitioned it, so its matrices cannot be seen. Under "
+            "DeepSpeed, import hf_emopt before deepspeed.initialize; else train it under FSDP2, under DDP or on one process"
         )
     if local_tensor(param).layout is not torch.strided:
         raise UnsupportedLayoutError(f"{name} has layout {param.layout}; only dense parameters can be stepped")

@@ -75,7 +75,19 @@ class PlannedParameter:
         shape = self.storage.shape
         if not self.units:  # stepped element by element
             return len(shape) > 0 and self.numel >= MIN_CUT_NUMEL
-        return all(0 in u.batch and u.dim != 0 and u.view[0] == shape[0] for u in self.units)
+        rows = self.units[0].view[0] if len(shape) == 1 else shape[0]  # one dimension: flattened before it was cut
+        return all(0 in u.batch and u.dim != 0 and u.view[0] == rows for u in self.units)
+
+    @property
+    def row_numel(self) -> int:
+        """Elements of dimension 0, as it is stored, for each row: more than 1 where a stack was flattened."""
+        flat_stack = self.units and len(self.storage.shape) == 1 and self.is_stack
+        return self.storage.shape[0] // self.units[0].view[0] if flat_stack else 1
+
+    @property
+    def rows(self) -> int:
+        """Length of dimension 0 before it was flattened."""
+        return self.storage.shape[0] // self.row_numel if self.storage.shape else 1
 
     @property
     def is_local(self) -> bool:
@@ -84,8 +96,9 @@ class PlannedParameter:
             return False
         if self.arrangement is not None:
             return self.arrangement.is_local(self.storage)
-        rest = full_box(self.storage.shape)[1:]
-        return self.is_stack and all(box[1:] == rest for boxes in self.storage.boxes for box in boxes)
+        rest, row = full_box(self.storage.shape)[1:], self.row_numel
+        boxes = [box for boxes in self.storage.boxes for box in boxes]
+        return self.is_stack and all(box[1:] == rest and not (box[0][0] % row or box[0][1] % row) for box in boxes)
 
 
 @dataclass(frozen=True)
@@ -452,8 +465,9 @@ class _Assignment:
         """Rows stay with their shard; its replicas share them."""
         storage, result = parameter.storage, []
         for shard, boxes in enumerate(storage.boxes):
-            for start, stop in (cut for box in boxes for cut in _even_cuts(*box[0], storage.replicas)):
-                cost = parameter.cost * (stop - start) // storage.shape[0]
+            runs = [(box[0][0] // parameter.row_numel, box[0][1] // parameter.row_numel) for box in boxes]
+            for start, stop in (cut for run in runs for cut in _even_cuts(*run, storage.replicas)):
+                cost = parameter.cost * (stop - start) // parameter.rows
                 replica = min(range(storage.replicas), key=lambda r: (self.loads[storage.ranks[r][shard]], r))
                 result.append(_rows(parameter, start, stop, replica * storage.shards + shard, cost))
                 self._add(storage.ranks[replica][shard], cost)
@@ -467,11 +481,10 @@ class _Assignment:
         world = storage.world_size
         pieces: dict[str, tuple[PlannedParameter, int, int]] = {}
         for p in members:
-            rows = p.storage.shape[0] if p.storage.shape else 1
-            cuts = _even_cuts(0, rows, world) if p.is_stack and rows > 1 else [(0, rows)]
+            cuts = _even_cuts(0, p.rows, world) if p.is_stack and p.rows > 1 else [(0, p.rows)]
             for start, stop in cuts:
                 pieces[f"{p.name}|{start:08}"] = (p, start, stop)
-        costs = {key: p.cost * (b - a) // max(1, *p.storage.shape[:1], 1) for key, (p, a, b) in pieces.items()}
+        costs = {key: p.cost * (b - a) // max(1, p.rows) for key, (p, a, b) in pieces.items()}
         one_axis = storage.shards == 1 or storage.replicas == 1
         shareable = {key: p.shard_cost for key, (p, _, _) in pieces.items() if p.shard_cost is not None and one_axis}
         if max(costs.values(), default=0) * world <= sum(costs.values()):
@@ -513,9 +526,10 @@ def _rows(parameter: PlannedParameter, start: int, stop: int, owner: int, cost: 
     shape = parameter.storage.shape
     if not shape:
         return Segment(0, (), owner, parameter.units, cost)
-    box = ((start, stop), *full_box(shape)[1:])
+    row = parameter.row_numel
+    box = ((start * row, stop * row), *full_box(shape)[1:])
     units = parameter.units
-    if (start, stop) != (0, shape[0]):
+    if (start, stop) != (0, parameter.rows):
         units = tuple(replace(u, view=(stop - start, *u.view[1:])) for u in units)
     return Segment(0, box, owner, units, cost)
 
