@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hf_emopt.checkpoint_files import find_optimizer_state, problem_with, read_optimizer_state
+from hf_emopt.deepspeed_files import find_deepspeed, read_deepspeed
 
 __all__ = ["CheckpointReport", "ParameterReport", "inspect_checkpoint"]
 
@@ -80,13 +81,14 @@ def inspect_checkpoint(path: str | Path) -> CheckpointReport:
     """Describes the optimizer's state in a checkpoint.
 
     Args:
-        path: a ``Trainer`` or Accelerate checkpoint, a file of ``torch.save``, or a folder of
-            ``torch.distributed.checkpoint``.
+        path: a ``Trainer`` or Accelerate checkpoint, a file of ``torch.save``, a folder of
+            ``torch.distributed.checkpoint``, or of DeepSpeed's files, of which the tensors are read.
 
     Raises:
         hf_emopt.checkpoint_files.CheckpointError: a ``ValueError`` that names the file and what is wrong with it.
     """
-    state = read_optimizer_state(path, only_description=True)
+    by_rank = find_deepspeed(path)
+    state = read_optimizer_state(path, only_description=True) if by_rank is None else read_deepspeed(path)
     groups, parameters = [], []
     for number, group in enumerate(state["param_groups"]):
         label = str(group.get("name", f"group {number}"))
@@ -105,7 +107,7 @@ def inspect_checkpoint(path: str | Path) -> CheckpointReport:
         rules = ["adamw"] if any("betas" in g for g in state["param_groups"]) else ["unknown"]
     whole = problem_with(path) if (Path(path) / "trainer_state.json").exists() or _is_trainers(path) else None
     return CheckpointReport(
-        str(find_optimizer_state(path)), rules, max(versions, default=None), groups, parameters, whole
+        str(by_rank or find_optimizer_state(path)), rules, max(versions, default=None), groups, parameters, whole
     )
 
 

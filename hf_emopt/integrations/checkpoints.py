@@ -34,6 +34,7 @@ from hf_emopt.checkpoint_files import (
     read_file,
     read_optimizer_state,
 )
+from hf_emopt.deepspeed_files import find_deepspeed
 from hf_emopt.from_adamw import is_adamw
 from hf_emopt.integrations.refusals import optim_name
 from hf_emopt.integrations.registry import OPTIMIZERS, PREFIX, unwrap_optimizer
@@ -98,6 +99,11 @@ def _loading(original: Callable[..., Any]) -> Callable[..., Any]:
             original(self, checkpoint)
             return
         found, state, error = find_optimizer_state(checkpoint), None, None
+        if found is None and not self.is_deepspeed_enabled and find_deepspeed(checkpoint) is not None:
+            error = (
+                f"{checkpoint} was saved under DeepSpeed, whose files have a part for each rank: `hf-emopt convert "
+                f"{checkpoint} OUTPUT` makes of it a checkpoint that resumes here"
+            )
         if found is not None:
             try:
                 # Of a folder of shards, what is in it first: it may be that each rank can read its own part.

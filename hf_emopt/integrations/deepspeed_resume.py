@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import trainer
 
-from hf_emopt.checkpoint_files import CheckpointError
+from hf_emopt.checkpoint_files import CheckpointError, read_distributed, read_file
 from hf_emopt.deepspeed_files import find_deepspeed, layout_of
 from hf_emopt.matrix_optimizer import MatrixOptimizer
 
@@ -80,16 +80,23 @@ def hook_trainer_resume() -> None:
         if folder is not None:
             _check_layout(engine, folder, checkpoint_path)
             return original(engine, checkpoint_path, *args, **kwargs)
-        files = sorted(Path(checkpoint_path).glob("model*.safetensors"))
-        if not files:
-            raise CheckpointError(
-                f"{checkpoint_path} has neither files of DeepSpeed nor model.safetensors: save the model whole where it was "
-                "trained (fsdp_state_dict_type: FULL_STATE_DICT)"
-            )
-        return load_weights(engine, {name: t for file in files for name, t in load_file(file).items()})
+        return load_weights(engine, _weights_of(Path(checkpoint_path)))
 
     setattr(load_checkpoint, _MARK, original)
     setattr(trainer, _NAME, load_checkpoint)
+
+
+def _weights_of(folder: Path) -> dict[str, Tensor]:
+    """Whole weights in a checkpoint of ``Trainer`` under DDP, FSDP2 or one process, or of ``hf-emopt convert``."""
+    files = sorted(folder.glob("model*.safetensors"))
+    whole, shards = folder / "pytorch_model_fsdp.bin", folder / "pytorch_model_fsdp_0"
+    if files:
+        return {name: t for file in files for name, t in load_file(file).items()}
+    if not (whole.is_file() or shards.is_dir()):
+        raise CheckpointError(f"{folder} has neither files of DeepSpeed nor model.safetensors nor pytorch_model_fsdp")
+    state = read_file(whole) if whole.is_file() else read_distributed(shards)
+    found: dict[str, Tensor] = state.get("model", state)
+    return found
 
 
 def _check_layout(engine: Any, folder: Path, checkpoint: str) -> None:

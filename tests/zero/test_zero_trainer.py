@@ -63,7 +63,7 @@ def test_accelerate_saves_and_loads(two: World, tmp_path: Path, stage: int) -> N
     assert sum(r["transforms"] for r in straight) == 4 * MATRICES
 
 
-def test_trainer_resumes_here_and_elsewhere(worlds: Worlds, tmp_path: Path) -> None:
+def test_trainer_resumes_here_and_elsewhere(worlds: Worlds, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two steps at ZeRO-2, then two more: at ZeRO-2 from DeepSpeed's files, and from what `convert` makes of them at ZeRO-3
     on three ranks, under DDP and in one process."""
     folder = str(tmp_path / "straight")
@@ -83,6 +83,14 @@ def test_trainer_resumes_here_and_elsewhere(worlds: Worlds, tmp_path: Path) -> N
         match=r"saved by 2 ranks at ZeRO stage 1 or 2, and this run has 3 ranks at stage 3: `hf-emopt convert",
     ):
         worlds[3].run(trainer_run, folder=str(tmp_path / "three"), config=settings(3), resume=checkpoint, **config)
+    with pytest.raises(AssertionError, match=r"was saved under DeepSpeed, .*`hf-emopt convert"):
+        worlds[2].run(
+            ranks.train, folder=str(tmp_path / "ddp"), layout="ddp", world_size=2, resume=checkpoint, **config
+        )
+    assert main(["inspect", checkpoint]) == 0
+    report = capsys.readouterr().out
+    assert report.count("momentum_buffer float32") == MATRICES
+    assert report.count("step 2 ") == len(straight[0]["weights"])
     target = str(tmp_path / "checkpoint-2")
     assert main(["convert", checkpoint, target]) == 0
     assert problem_with(target) is None
@@ -93,6 +101,16 @@ def test_trainer_resumes_here_and_elsewhere(worlds: Worlds, tmp_path: Path) -> N
     for found in elsewhere:
         for name, value in straight[0]["weights"].items():
             torch.testing.assert_close(found["weights"][name], value, rtol=0, atol=2e-5 * float(value.abs().max()))
+
+
+@pytest.mark.parametrize(("layout", "stage"), [("ddp", 2), ("fsdp2", 3)])
+def test_checkpoints_of_other_layouts_resume_here(two: World, tmp_path: Path, layout: str, stage: int) -> None:
+    folder = str(tmp_path / layout)
+    wanted = two.run(ranks.train, folder=folder, layout=layout, world_size=2, save_strategy="steps", save_steps=2)
+    checkpoint = f"{folder}/checkpoint-2"
+    for result in two.run(trainer_run, folder=str(tmp_path / "zero"), config=settings(stage), resume=checkpoint):
+        for name, value in wanted[0]["weights"].items():
+            torch.testing.assert_close(result["weights"][name], value, rtol=0, atol=2e-5 * float(value.abs().max()))
 
 
 SCRIPT = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -40,9 +41,14 @@ def fresh_deepspeed() -> Iterator[None]:
 
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     _reset()
+    environment = dict(
+        os.environ
+    )  # ACCELERATE_USE_DEEPSPEED and its like stay set, and would make the next run one of these
     try:
         yield
     finally:
+        os.environ.clear()
+        os.environ.update(environment)
         _reset()
         gc.collect()
 
