@@ -329,7 +329,10 @@ def _gram_form(
         if first > 0:
             y = _apply(q, y, tall)
         rows = y.mT if tall else y
-        product = _product(rows, rows, None, gram_scale / scale**2, 0.0, 0.0, "auto")
+        if rows.shape[-1]:
+            product = _product(rows, rows, None, gram_scale / scale**2, 0.0, 0.0, "auto")
+        else:  # an empty slice, of which no kernel is asked
+            product = rows.new_zeros(*rows.shape[:-1], rows.shape[-2])
         packed = _pack(product).to(torch.promote_types(dtype, torch.float32))
         product = _unpack(all_reduce(packed).to(dtype), product.shape[-1])
         q = _segment(product, resolved.steps[first:last], gram_scale, "auto")
