@@ -15,15 +15,16 @@ from hf_emopt.checkpoint_files import CheckpointError
 from hf_emopt.cli import main
 from hf_emopt.deepspeed_files import read_deepspeed, read_deepspeed_weights
 
+SLOW = pytest.mark.ranks34
 CASES = [
     ("muon", 0, "fp32"),
-    ("normuon", 0, "bf16"),
+    pytest.param("normuon", 0, "bf16", marks=SLOW),
     ("soap", 1, "fp32"),
     ("klshampoo-staggered", 1, "bf16-fp32"),
     ("shampoo", 2, "bf16"),
-    ("muon", 2, "fp32"),
+    pytest.param("muon", 2, "fp32", marks=SLOW),
     ("soap-staggered", 3, "fp32"),
-    ("muon", 3, "bf16"),
+    pytest.param("muon", 3, "bf16", marks=SLOW),
 ]
 
 
@@ -40,8 +41,8 @@ def test_resumed_is_uninterrupted(two: World, tmp_path: Path, rule: str, stage: 
     [
         ("muon", 2, "fp32", 3),
         ("soap-staggered", 3, "fp32", 1),
-        ("shampoo", 1, "bf16-fp32", 0),
-        ("normuon", 0, "fp32", 2),
+        pytest.param("shampoo", 1, "bf16-fp32", 0, marks=SLOW),
+        pytest.param("normuon", 0, "fp32", 2, marks=SLOW),
     ],
 )
 def test_converted_continues_everywhere(

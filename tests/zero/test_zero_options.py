@@ -22,22 +22,23 @@ def wanted(rule: str, dtype: torch.dtype) -> dict[str, Tensor]:
     return reference(rule, steps_of(rule), 0.0, dtype)
 
 
+SLOW = pytest.mark.ranks34
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 
 
 @pytest.mark.parametrize(
     ("rule", "stage", "precision", "zero"),
     [
-        ("muon", 1, "bf16", OFFLOAD),
+        pytest.param("muon", 1, "bf16", OFFLOAD, marks=SLOW),
         ("soap", 2, "fp32", OFFLOAD),
         ("muon", 3, "fp32", OFFLOAD),
         ("muon", 3, "bf16", {"offload_param": {"device": "cpu"}, **OFFLOAD}),
         ("normuon", 2, "fp32", {"round_robin_gradients": True}),
-        ("muon", 1, "fp32", {"contiguous_gradients": False, "reduce_scatter": False}),
-        ("shampoo", 2, "fp32", {"overlap_comm": True}),
+        pytest.param("muon", 1, "fp32", {"contiguous_gradients": False, "reduce_scatter": False}, marks=SLOW),
+        pytest.param("shampoo", 2, "fp32", {"overlap_comm": True}, marks=SLOW),
         ("muon", 2, "fp32", {"parameter_alignment": True}),
         ("soap-staggered", 3, "fp32", {"sub_group_size": 500}),
-        ("muon", 3, "fp32", {"stage3_param_persistence_threshold": 0}),
+        pytest.param("muon", 3, "fp32", {"stage3_param_persistence_threshold": 0}, marks=SLOW),
     ],
     ids=str,
 )
@@ -72,7 +73,7 @@ def test_clipping_leaves_the_size_of_the_first_update(two: World, stage: int) ->
     assert_close({n: weights[1][n] for n in matrices}, {n: weights[0][n] for n in matrices}, 1e-5)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=SLOW), pytest.param(1, marks=SLOW), 2, 3])
 def test_micro_batches_are_transformed_once_together(two: World, stage: int) -> None:
     whole, parts = (
         two.run(trained, rule="muon", settings=config(stage, accumulation=count), steps=2) for count in (1, 4)

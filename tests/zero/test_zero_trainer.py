@@ -23,6 +23,7 @@ from hf_emopt.checkpoint_files import problem_with
 from hf_emopt.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
+SLOW = pytest.mark.ranks34
 
 
 @functools.cache
@@ -31,7 +32,11 @@ def one_process(**kwargs: Any) -> dict[str, Any]:
         return ranks.train(folder, "one", 1, **kwargs)
 
 
-@pytest.mark.parametrize(("stage", "zero_init"), [(0, False), (1, False), (2, False), (3, False), (3, True)], ids=str)
+@pytest.mark.parametrize(
+    ("stage", "zero_init"),
+    [(0, False), pytest.param(1, False, marks=SLOW), (2, False), pytest.param(3, False, marks=SLOW), (3, True)],
+    ids=str,
+)
 def test_weights_of_trainer_are_those_of_one_process(two: World, tmp_path: Path, stage: int, zero_init: bool) -> None:
     wanted = one_process()
     routes = {r.name: (r.kind, r.shape) for r in hf_emopt.route_parameters(ranks.tiny_llama())}
@@ -47,10 +52,7 @@ def test_weights_of_trainer_are_those_of_one_process(two: World, tmp_path: Path,
     assert [e["lr/aux"] for e in results[0]["logs"]] == [e["lr/aux"] for e in wanted["logs"]]
 
 
-SLOW = pytest.mark.ranks34
-
-
-@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=SLOW), pytest.param(2, marks=SLOW), 3])
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=SLOW) for stage in (0, 1, 2)), 3])
 def test_accelerate_saves_and_loads(two: World, tmp_path: Path, stage: int) -> None:
     straight = two.run(accelerate_run, stage=stage, folder=str(tmp_path / "straight"), steps=range(4))
     parts = str(tmp_path / "parts")
@@ -103,7 +105,7 @@ def test_trainer_resumes_here_and_elsewhere(worlds: Worlds, tmp_path: Path, caps
             torch.testing.assert_close(found["weights"][name], value, rtol=0, atol=2e-5 * float(value.abs().max()))
 
 
-@pytest.mark.parametrize(("layout", "stage"), [("ddp", 2), ("fsdp2", 3)])
+@pytest.mark.parametrize(("layout", "stage"), [pytest.param("ddp", 2, marks=SLOW), ("fsdp2", 3)])
 def test_checkpoints_of_other_layouts_resume_here(two: World, tmp_path: Path, layout: str, stage: int) -> None:
     folder = str(tmp_path / layout)
     wanted = two.run(ranks.train, folder=folder, layout=layout, world_size=2, save_strategy="steps", save_steps=2)
