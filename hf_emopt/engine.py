@@ -27,7 +27,6 @@ from hf_emopt.distributed.layout import (
 )
 from hf_emopt.distributed.plan import Batch, Bucket, Plan, PlannedParameter, Segment, make_plan
 from hf_emopt.distributed.slots import Matrix, assign_slots
-from hf_emopt.linalg.runs import Runs
 from hf_emopt.rules.base import Group, MatrixRule
 from hf_emopt.rules.elementwise import init_adamw_state
 from hf_emopt.rules.masters import init_weight_state
@@ -78,7 +77,7 @@ class Engine:
         self._agreement = Agreement(None, frozenset())
         self._ok: dict[torch.device, Tensor | None] = {}
         self._exchanges: dict[tuple[Any, ...], Exchange] = {}
-        self._homes: dict[tuple[int, ...], Runs | None] = {}
+        self._kept: dict[tuple[Any, ...], Any] = {}
         self._batches: dict[int, tuple[Batch, ...]] = {}
         self._teams: dict[tuple[int, ...], Any] = {}
         self._slots: dict[Matrix, tuple[int, ...]] = {}
@@ -233,14 +232,14 @@ class Engine:
             self._exchanges[key] = Exchange(bucket, grid, present, dtype, compute_device(param))
         return self._exchanges[key]
 
-    def homes(self, index: int, present: Sequence[int], make: Callable[[], Runs | None]) -> Runs | None:
-        """Where a bucket's owned segments lie in what this rank accumulates, made when first asked for."""
-        key = (index, *present)
-        if key not in self._homes:
-            if len(self._homes) > _MAX_EXCHANGES:
-                self._homes.clear()
-            self._homes[key] = make()
-        return self._homes[key]
+    def kept(self, what: str, index: int, present: Sequence[int], make: Callable[[], Any]) -> Any:
+        """What follows from the plan and from which of a bucket's parameters take part, made when first asked for."""
+        key = (what, index, *present)
+        if key not in self._kept:
+            if len(self._kept) > _MAX_EXCHANGES:
+                self._kept.clear()
+            self._kept[key] = make()
+        return self._kept[key]
 
     def _wire(self, param: Tensor) -> torch.dtype:
         if self.transport_dtype is not None:
@@ -290,9 +289,7 @@ class Engine:
         return bucket.storage.world_size > 1 and not is_sharded(self.parameter(bucket, 0))
 
     def next_round(self, state: State) -> int:
-        """Counts the optimizer steps that a parameter took part in, on the host, for rules with a schedule."""
-        if not self.rule.scheduled:
-            return 1
+        """Counts the optimizer steps that a parameter took part in, on the host; for rules with a schedule."""
         state.setdefault("rounds", torch.zeros((), dtype=torch.int64)).add_(1)
         return int(state["rounds"])
 

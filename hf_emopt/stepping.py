@@ -65,17 +65,17 @@ def step_bucket(engine: Engine, index: int, bucket: Bucket, present: Sequence[in
     """
     grid = engine.grid_of_bucket(bucket)
     params = [engine.parameter(bucket, i) for i in present]
-    chosen = set(present)
-    owned = [s for s in bucket.owned(grid.position) if s.parameter in chosen]
-    row = {i: k for k, i in enumerate(present)}
-    rounds = [engine.next_round(engine.state_of(bucket, i)) for i in present]
+    states = [engine.state_of(bucket, i) for i in present]
+    roster = engine.kept("roster", index, present, lambda: _Roster(engine, index, bucket, present))
+    owned, row = roster.owned, roster.row
+    rounds = [engine.next_round(state) for state in states] if engine.rule.scheduled else [1] * len(present)
     sharded = is_sharded(params[0])  # state lies as the parameter does, also where there is but one shard
     parts = _shards(engine, bucket, present) if sharded else _owned_parts(engine, bucket, owned)
     ok = engine.ok_on(params[0].device)
     exchange = None
     if grid.world_size > 1:
         exchange = engine.exchange(index, bucket, present, exact=not sharded and needs_master(params[0]))
-    transform = _Transform(engine, index, bucket, owned, group, {i: rounds[k] for i, k in row.items()})
+    transform = _Transform(engine, index, bucket, roster, group, {i: rounds[k] for i, k in row.items()})
     passes = Passes(engine.rule, parts, group, ok)
     if sharded and exchange is not None and exchange.travels:
         arrival = passes.send(exchange)
@@ -84,7 +84,8 @@ def step_bucket(engine: Engine, index: int, bucket: Bucket, present: Sequence[in
         exchange.receive(arrival, targets)
         stacked = transform.filled(targets)
     else:
-        homes = engine.homes(index, present, lambda: _homes(bucket, owned, row, grid.shard if sharded else None, parts))
+        shard = grid.shard if sharded else None
+        homes = engine.kept("homes", index, present, lambda: _homes(bucket, owned, row, shard, parts))
         targets = transform.make_room(params[0]) if passes.possible(homes) else []
         if targets and passes.momentum(homes, targets):
             stacked = transform.filled(targets)
@@ -94,7 +95,7 @@ def step_bucket(engine: Engine, index: int, bucket: Bucket, present: Sequence[in
                 messages = [messages[row[s.parameter]][_within(s, bucket, grid.shard)] for s in owned]
             stacked = transform.stack(messages, params[0])
     updates = transform.run(stacked)
-    engine.count_step([engine.state_of(bucket, i) for i in present], ok)
+    engine.count_step(states, ok)
     warmup = engine.rule.warmup_rounds(group)
     moving = [k for k in range(len(present)) if rounds[k] > warmup]
     everyone = len(moving) == len(present)
@@ -206,41 +207,60 @@ def _is_plain(unit: Unit) -> bool:
     return unit.dim is None and unit.batch + unit.rows + unit.cols == tuple(range(len(unit.view)))
 
 
+class _Roster:
+    """Who takes part in a bucket on this rank, which follows from the plan and from the parameters with a gradient.
+
+    Attributes:
+        every: this rank's segments; ``owned`` those of them that take part.
+        row: place of each present parameter among them.
+        owned_at: from an index into ``every`` to one into ``owned``.
+        batches: the plan's, of all segments; those of parameters without a gradient are left out row by row.
+        jobs: for each batch ``(index into owned, unit, matrices)`` of what takes part.
+        whole: for each batch whether each job is all of its segment, in the segment's own order.
+    """
+
+    def __init__(self, engine: Engine, index: int, bucket: Bucket, present: Sequence[int]) -> None:
+        chosen = set(present)
+        self.row = {i: k for k, i in enumerate(present)}
+        self.every = bucket.owned(engine.grid_of_bucket(bucket).position)
+        self.owned = [s for s in self.every if s.parameter in chosen]
+        place = {id(segment): k for k, segment in enumerate(self.owned)}
+        self.owned_at = {i: place[id(segment)] for i, segment in enumerate(self.every) if id(segment) in place}
+        self.batches = engine.batches(index, bucket)
+        self.jobs = [
+            [
+                (self.owned_at[i], unit := self.every[i].units[u], unit.shape[0])
+                for i, u in batch.jobs
+                if i in self.owned_at
+            ]
+            for batch in self.batches
+        ]
+        self.whole = [
+            all(_is_plain(unit) and len(self.owned[k].units) == 1 for k, unit, _ in jobs) for jobs in self.jobs
+        ]
+
+
 class _Transform:
     """Whole matrices of one rank's segments in, updates of the segments out."""
 
     def __init__(
-        self,
-        engine: Engine,
-        index: int,
-        bucket: Bucket,
-        owned: Sequence[Segment],
-        group: Group,
-        rounds: dict[int, int],
+        self, engine: Engine, index: int, bucket: Bucket, roster: _Roster, group: Group, rounds: dict[int, int]
     ) -> None:
-        self.engine, self.index, self.bucket = engine, index, bucket
-        self.owned, self.group, self.rounds = owned, group, rounds
+        self.engine, self.index, self.bucket, self.roster = engine, index, bucket, roster
+        self.owned, self.group, self.rounds = roster.owned, group, rounds
         self.grid = engine.grid_of_bucket(bucket)
-        # Batches are the plan's, of all segments; those of parameters without a gradient are left out row by row.
-        self.every = bucket.owned(self.grid.position)
-        place = {id(segment): k for k, segment in enumerate(owned)}
-        self.owned_at = {i: place[id(segment)] for i, segment in enumerate(self.every) if id(segment) in place}
-        self.batches = engine.batches(index, bucket)
+        self.every, self.owned_at, self.batches = roster.every, roster.owned_at, roster.batches
         self._rooms: list[Tensor | None] = []
-        self.scales = [1.0] * len(owned)
+        self.scales = [1.0] * len(self.owned)
         """What each update is still to be multiplied by."""
-
-    def _jobs(self, batch: Batch) -> list[tuple[int, Unit]]:
-        """``(index into owned, unit)`` of what takes part."""
-        return [(self.owned_at[i], self.every[i].units[u]) for i, u in batch.jobs if i in self.owned_at]
 
     def stack(self, inputs: Sequence[Tensor], like: Tensor) -> list[Tensor | None]:
         """One ``(B, m, n)`` for each batch, of the owned segments; ``None`` where none of a batch takes part."""
         device = compute_device(like)
-        return [self._stacked(batch, inputs, device) for batch in self.batches]
+        return [self._stacked(b, inputs, device) for b in range(len(self.batches))]
 
-    def _stacked(self, batch: Batch, inputs: Sequence[Tensor], device: torch.device) -> Tensor | None:
-        parts = [unit.extract(inputs[k]) for k, unit in self._jobs(batch)]
+    def _stacked(self, b: int, inputs: Sequence[Tensor], device: torch.device) -> Tensor | None:
+        parts = [unit.extract(inputs[k]) for k, unit, _ in self.roster.jobs[b]]
         if not parts:
             return None
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).to(device)
@@ -252,32 +272,27 @@ class _Transform:
             wire: dtype of what will arrive. Where it is narrow, and the rule reads that, the room has it.
         """
         device, dtype = compute_device(like), torch.promote_types(like.dtype, torch.float32)
-        if wire is not None and all(self._defers(batch, device) for batch in self.batches):
+        if wire is not None and all(self._defers(b, device) for b in range(len(self.batches))):
             dtype = wire
         targets = [torch.empty(0)] * len(self.owned)
-        for batch in self.batches:
-            jobs = self._jobs(batch)
-            if not jobs or not self._is_whole(jobs):
+        for batch, jobs, whole in zip(self.batches, self.roster.jobs, self.roster.whole):
+            if not jobs or not whole:
                 self._rooms.append(None)
-                for k, _ in jobs:
+                for k, _, _ in jobs:
                     if not targets[k].numel():
                         targets[k] = torch.empty(self.owned[k].shape, dtype=dtype, device=device)
                 continue
-            sizes = [unit.shape[0] for _, unit in jobs]
+            sizes = [size for _, _, size in jobs]
             room = torch.empty(sum(sizes), *batch.shape, dtype=dtype, device=device)
-            for (k, _), rows in zip(jobs, room.split(sizes)):
+            for (k, _, _), rows in zip(jobs, room.split(sizes)):
                 targets[k] = rows.view(self.owned[k].shape)
             self._rooms.append(room)
         return targets
 
-    def _is_whole(self, jobs: Sequence[tuple[int, Unit]]) -> bool:
-        """Whether each job is all of its segment, in the segment's own order."""
-        return all(_is_plain(unit) and len(self.owned[k].units) == 1 for k, unit in jobs)
-
-    def _defers(self, batch: Batch, device: torch.device) -> bool:
+    def _defers(self, b: int, device: torch.device) -> bool:
         """Whether updates of a batch leave the transform without their scale, for the next pass to multiply by."""
-        deferred = runs_work(device) and batch.cut is None and self.engine.rule.defers_scale(self.group)
-        return deferred and self._is_whole(self._jobs(batch))
+        possible = self.roster.whole[b] and self.batches[b].cut is None and self.engine.rule.defers_scale(self.group)
+        return possible and runs_work(device)
 
     def scaled(self, updates: Sequence[Tensor]) -> list[Tensor]:
         """Updates times the scales that :meth:`run` has left to do."""
@@ -287,34 +302,34 @@ class _Transform:
     def filled(self, targets: Sequence[Tensor]) -> list[Tensor | None]:
         """As :meth:`stack`, of what :meth:`make_room` made."""
         return [
-            self._stacked(batch, targets, targets[0].device) if room is None and targets else room
-            for room, batch in zip(self._rooms, self.batches)
+            self._stacked(b, targets, targets[0].device) if room is None and targets else room
+            for b, room in enumerate(self._rooms)
         ]
 
     def run(self, stacked: list[Tensor | None]) -> list[Tensor]:
         """The update of each owned segment."""
         updates: list[Tensor | None] = [None] * len(self.owned)
         whole = len(self.owned) == len(self.every)
-        for batch_index, (batch, x) in enumerate(zip(self.batches, stacked)):
-            key = (self.index, batch_index)
+        for b, (batch, x) in enumerate(zip(self.batches, stacked)):
+            key = (self.index, b)
             storage = self.engine.unit_storage(key, self.bucket, batch, self.group)
             if x is None:
                 continue
-            jobs = self._jobs(batch)
+            jobs = self.roster.jobs[b]
             unit_state = storage
             if not whole:
                 self.engine.rule.settle(key, storage)
                 rows = self._rows(batch)
                 index = {name: self.engine.rows(rows, value.device) for name, value in storage.items()}
                 unit_state = {name: value[index[name]] for name, value in storage.items()}
-            out, scale = self._transform(x, unit_state, batch, key if whole else None)
+            out, scale = self._transform(x, unit_state, b, key if whole else None)
             if runs_work(out.device):  # tall matrices may come out transposed, and the next pass reads along memory
                 out = out.contiguous()
             if not whole:
                 for name, value in unit_state.items():
                     storage[name][index[name]] = value
-            for part, (k, unit) in zip(out.split([unit.shape[0] for _, unit in jobs]), jobs):
-                if _is_plain(unit) and len(self.owned[k].units) == 1:
+            for part, (k, unit, _) in zip(out.split([size for _, _, size in jobs]), jobs):
+                if self.roster.whole[b] or (_is_plain(unit) and len(self.owned[k].units) == 1):
                     updates[k], self.scales[k] = part.reshape(self.owned[k].shape), scale
                     continue
                 if updates[k] is None:
@@ -322,15 +337,13 @@ class _Transform:
                 unit.insert(updates[k], part)  # type: ignore[arg-type]
         return updates  # type: ignore[return-value]
 
-    def _transform(
-        self, x: Tensor, unit_state: State, batch: Batch, key: tuple[int, int] | None
-    ) -> tuple[Tensor, float]:
+    def _transform(self, x: Tensor, unit_state: State, b: int, key: tuple[int, int] | None) -> tuple[Tensor, float]:
         """The update of a batch, and what it is still to be multiplied by."""
-        rule, ok = self.engine.rule, self.engine.ok_on(x.device)
+        batch, rule, ok = self.batches[b], self.engine.rule, self.engine.ok_on(x.device)
         clock = self._clock(batch, key)
         cut, first = batch.cut, not batch.copy
         scale = 1.0
-        if self._defers(batch, x.device):
+        if self._defers(b, x.device):
             out, scale = rule.transform_unscaled(x, unit_state, self.group, ok, clock)
         elif cut is None:
             out = rule.transform(x, unit_state, self.group, ok, clock)

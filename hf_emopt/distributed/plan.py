@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["Batch", "Bucket", "Cut", "Plan", "PlannedParameter", "Segment", "assign_owners", "make_plan", "recut"]
 
 MAX_BUCKET_NUMEL = 2**26
-"""Elements of a bucket for each shard (256 MiB in float32): enough to fill a GPU, small beside the parameters."""
+"""Elements of a bucket for each rank (256 MiB in float32): enough to fill a GPU, small beside the parameters."""
 
 MIN_CUT_NUMEL = 2**16
 """Elements from which an elementwise parameter is cut among ranks."""
@@ -306,7 +306,7 @@ def make_plan(
 
     Args:
         parameters: matrix parameters; or others, without units, whose cost is their size.
-        max_bucket_numel: a bucket is closed before it exceeds this for each shard; a larger parameter gets one of its own.
+        max_bucket_numel: a bucket is closed before a rank's part exceeds this; a larger parameter gets one of its own.
         forward_order: buckets follow the order of ``parameters`` (the model's) instead of falling cost, so that what the
             next forward needs first is ready first.
     """
@@ -332,7 +332,8 @@ def _chunks(members: Sequence[PlannedParameter], limit: int) -> list[list[Planne
     chunks: list[list[PlannedParameter]] = [[]]
     size = 0
     for parameter in members:
-        numel = -(-parameter.numel // parameter.storage.shards)
+        # Of copies a rank transforms its share, and gathers all of it: up to four shares at once.
+        numel = -(-parameter.numel // (parameter.storage.shards * min(parameter.storage.replicas, 4)))
         if chunks[-1] and size + numel > limit:
             chunks.append([])
             size = 0

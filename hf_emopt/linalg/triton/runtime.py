@@ -55,9 +55,14 @@ def multiprocessors(device: torch.device) -> int:
 
 def supported(device: torch.device) -> bool:
     """Whether the kernels can run there: an NVIDIA device of capability 8.0 or higher, or the interpreter."""
-    if kernels_disabled() or not triton_installed():
+    return _supported(device, kernels_disabled(), interpreting())
+
+
+@functools.cache
+def _supported(device: torch.device, disabled: bool, interpreted: bool) -> bool:
+    if disabled or not triton_installed():
         return False
-    if interpreting():
+    if interpreted:
         return True
     capability = architecture(device)
     return capability is not None and capability >= 80
