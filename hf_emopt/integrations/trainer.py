@@ -90,7 +90,7 @@ class EmoptTrainerMixin:
             and args.world_size > 1
             and not trainer.is_fsdp_enabled
             and not trainer.is_deepspeed_enabled
-            and not is_sharded_at_load(trainer.model)
+            and not is_sharded_at_load(getattr(trainer, "model", None))
             and not args.torch_compile
             and not getattr(args, "use_vllm", False)
             and all(_is_known(callback) for callback in trainer.callback_handler.callbacks)
