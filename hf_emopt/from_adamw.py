@@ -118,7 +118,9 @@ def _by_name(optimizer: MatrixOptimizer, state_dict: dict[str, Any]) -> dict[str
     entries = {name: state_dict["state"].get(index, {}) for name, index in zip(names, indices)}
     for name, entry in entries.items():
         for key in ("exp_avg", "exp_avg_sq"):
-            if entry and (key not in entry or "step" not in entry or tuple(entry[key].shape) != whole_shape(live[name])):
+            if entry and (
+                key not in entry or "step" not in entry or tuple(entry[key].shape) != whole_shape(live[name])
+            ):
                 found = tuple(entry[key].shape) if key in entry else None
                 raise ValueError(
                     f"{name}: the AdamW state's {key} has shape {found}, the parameter {whole_shape(live[name])}: it was "

@@ -111,7 +111,7 @@ def test_files_of_ranks_become_one() -> None:
     assert torch.equal(whole["state"][0]["m"], moments.view(4, 3, 2))
     assert torch.equal(whole["state"][0]["L.0"], factors)
     assert whole["param_groups"] == [{"params": [0], "param_names": ["w"]}]
-    with pytest.raises(ValueError, match="w: .*is one of a rank missing"):
+    with pytest.raises(ValueError, match=r"w: .*is one of a rank missing"):
         merged(parts[1:])
     del parts[0]["state"][0]["L.0"]
     with pytest.raises(ValueError, match=r"w: L.0 of some matrices is in none of the files"):

@@ -1,0 +1,78 @@
+"""A step with the passes over runs, in Triton's interpreter: the weights of one process, and so many launches.
+
+The interpreter has to be chosen before Triton is imported, so these cases run in a process of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+
+if not INTERPRETING:
+
+    def test_passes_in_the_interpreter() -> None:
+        pytest.importorskip("triton", reason="Triton has no wheel for this platform")
+        result = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__))],
+            env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=500,
+        )
+        assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
+        assert " passed" in result.stdout
+
+
+if INTERPRETING:
+    from harness import World
+    from zoo import assert_close, build, single, steps_of, train, weights, wrap, zoo
+
+    def launches(rule: str, layout: str, steps: int) -> dict[str, Any]:
+        """Weights after some steps, and how often each kernel was launched for a bucket of matrices."""
+        from hf_emopt.linalg.triton import run_launch
+
+        counts: Counter[str] = Counter()
+        plain = run_launch._launch
+
+        def counted(kernel: Any, *args: Any) -> None:
+            counts[kernel.__name__] += 1
+            plain(kernel, *args)
+
+        run_launch._launch = counted
+        try:
+            model = wrap(zoo(), layout)
+            optimizer = build(model, rule)
+            train(model, optimizer, steps)
+        finally:
+            run_launch._launch = plain
+        buckets = len(optimizer._current_engine().plan.buckets)
+        return {"weights": weights(model), "counts": dict(counts), "buckets": buckets}
+
+    @pytest.mark.parametrize("layout", ["ddp", "fsdp2", "hsdp"])
+    @pytest.mark.parametrize("rule", ["muon", "soap"])
+    def test_weights_are_those_of_one_process(two: World, rule: str, layout: str) -> None:
+        steps = steps_of(rule)
+        os.environ["HF_EMOPT_DISABLE_TRITON"] = "1"
+        try:
+            wanted = single(rule, steps)
+        finally:
+            del os.environ["HF_EMOPT_DISABLE_TRITON"]
+        for result in two.run(launches, rule=rule, layout=layout, steps=steps):
+            assert_close(result["weights"], wanted, 1e-5)
+            counts = result["counts"]
+            assert counts["finite_kernel"] == steps
+            assert counts["apply_kernel"] >= steps
+            if rule == "muon":
+                assert counts["momentum_kernel"] >= steps
+            else:
+                assert "momentum_kernel" not in counts
+            # Nothing is launched by parameter.
+            assert counts["apply_kernel"] <= steps * result["buckets"]
