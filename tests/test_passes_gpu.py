@@ -98,3 +98,21 @@ def test_many_tensors_of_every_alignment() -> None:
         torch.testing.assert_close(b, w, rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(buffer[start : start + count].float(), s.reshape(-1), rtol=8e-3, atol=1e-6)
     assert int(buffer.isnan().sum()) == 6, "nothing else is written"
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_model_on_a_device_that_is_not_the_current_one() -> None:
+    weights = []
+    for device in ("cuda:0", "cuda:1"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(256, 512), nn.Linear(512, 512), nn.Linear(512, 256)).to(device)
+        optimizer = hf_emopt.Muon(model, lr=0.05)
+        for step in range(4):  # recorded, then replayed
+            generator = torch.Generator().manual_seed(step)
+            for p in model.parameters():
+                p.grad = torch.randn(p.shape, generator=generator).to(device)
+            optimizer.step()
+        assert torch.cuda.current_device() == 0
+        weights.append([p.detach().cpu() for p in model.parameters()])
+    for one, other in zip(*weights):
+        assert torch.equal(one, other)

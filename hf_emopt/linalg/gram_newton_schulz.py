@@ -28,6 +28,7 @@ from torch import Tensor
 from hf_emopt.linalg import cuda_graphs
 from hf_emopt.linalg.coefficients import Triple
 from hf_emopt.linalg.symmetric import Backend, _is_plain, _symmul_into, kernels_pay, normalize_cast
+from hf_emopt.linalg.triton.runtime import on
 
 __all__ = ["ERROR_LIMIT", "find_restart_steps", "gram_flops", "gram_iterate", "iterate", "standard_iterate"]
 
@@ -235,6 +236,18 @@ def iterate(
 
 
 def _iterate(
+    x: Tensor,
+    coefficients: list[float],
+    restarts: list[int] | None,
+    safety_factor: float,
+    dtype: torch.dtype,
+    backend: Backend,
+) -> Tensor:
+    with on(x.device):
+        return _iterate_there(x, coefficients, restarts, safety_factor, dtype, backend)
+
+
+def _iterate_there(
     x: Tensor,
     coefficients: list[float],
     restarts: list[int] | None,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_emopt.linalg.triton.launching import launch, specialization
-from hf_emopt.linalg.triton.runtime import interpreting, multiprocessors
+from hf_emopt.linalg.triton.runtime import interpreting, multiprocessors, on
 
 __all__ = ["momentum_cast", "normalize_cast"]
 
@@ -42,12 +42,12 @@ def normalize_cast(x: Tensor, factor: float, out: Tensor) -> Tensor:
     key: Hashable
     arguments: tuple[Any, ...] = (x, exponents, sums, size, chunks, x.stride(0), chunk, _BLOCK)
     key = ("sum_of_squares", specialization(arguments[:3], arguments[3:6]), chunk, x.device)
-    launch(sum_of_squares_kernel, key, batch * chunks, arguments, options)
+    launch(sum_of_squares_kernel, key, batch * chunks, arguments, options, x.device)
     integers = (size, chunks, x.stride(0), out.stride(0))
     parts = 1 << max(0, (chunks - 1).bit_length())
     key = ("cast", specialization((x, out, exponents, sums), integers), chunk, parts, x.device)
     arguments = (x, out, exponents, sums, *integers, factor, chunk, _BLOCK, parts)
-    launch(cast_kernel, key, batch * chunks, arguments, options)
+    launch(cast_kernel, key, batch * chunks, arguments, options, x.device)
     return out
 
 
@@ -58,16 +58,17 @@ def momentum_cast(
     from hf_emopt.linalg.triton.elementwise_kernels import momentum_kernel
 
     block = 256 if interpreting() else _MOMENTUM_BLOCK
-    momentum_kernel[(-(-grad.numel() // block),)](
-        grad,
-        buffer,
-        out,
-        buffer if ok is None else ok.view(torch.uint8),
-        grad.numel(),
-        momentum,
-        NESTEROV=nesterov,
-        HAS_OK=ok is not None,
-        BLOCK=block,
-        num_warps=4,
-    )
+    with on(grad.device):
+        momentum_kernel[(-(-grad.numel() // block),)](
+            grad,
+            buffer,
+            out,
+            buffer if ok is None else ok.view(torch.uint8),
+            grad.numel(),
+            momentum,
+            NESTEROV=nesterov,
+            HAS_OK=ok is not None,
+            BLOCK=block,
+            num_warps=4,
+        )
     return out

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from hf_emopt.linalg.triton.runtime import interpreting
+from hf_emopt.linalg.triton.runtime import interpreting, on
 
 __all__ = ["launch", "specialization"]
 
@@ -23,18 +24,22 @@ def specialization(tensors: Sequence[Tensor], integers: Sequence[int]) -> Hashab
     )
 
 
-def launch(kernel: Any, key: Hashable, grid: int, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+def launch(
+    kernel: Any, key: Hashable, grid: int, arguments: tuple[Any, ...], options: dict[str, Any], device: torch.device
+) -> None:
     """``kernel[(grid,)](*arguments)``, compiled where ``key`` is new.
 
     Args:
         key: must differ wherever Triton would compile another binary, devices included.
         arguments: every parameter of the kernel in order, constants too.
         options: ``num_warps`` and its like.
+        device: of all tensors; need not be the current one.
     """
     compiled = _COMPILED.get(key)
-    if compiled is not None:
-        compiled[(grid, 1, 1)](*arguments)
-        return
-    compiled = kernel[(grid,)](*arguments, **options)
+    with on(device):
+        if compiled is not None:
+            compiled[(grid, 1, 1)](*arguments)
+            return
+        compiled = kernel[(grid,)](*arguments, **options)
     if not interpreting():
         _COMPILED[key] = compiled

@@ -28,7 +28,7 @@ def _launch(kernel: Any, prepared: Prepared, arguments: tuple[Any, ...], constan
     tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
     key = (kernel.__name__, *constants, prepared.aligned, prepared.run_of.device, specialization(tensors, ()))
     every = (prepared.run_of, prepared.start_of, prepared.numel_of, *rows, *arguments, *constants, prepared.aligned)
-    launch(kernel, key, prepared.count, (*every, Runs.BLOCK), _OPTIONS)
+    launch(kernel, key, prepared.count, (*every, Runs.BLOCK), _OPTIONS, prepared.run_of.device)
 
 
 def _flag(ok: Tensor | None, otherwise: Tensor) -> Tensor:

@@ -5,13 +5,15 @@ Nothing here imports Triton at module level: the package works without it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import os
+from contextlib import AbstractContextManager
 
 import torch
 
-__all__ = ["architecture", "interpreting", "kernels_disabled", "multiprocessors", "supported", "triton_installed"]
+__all__ = ["architecture", "interpreting", "kernels_disabled", "multiprocessors", "on", "supported", "triton_installed"]
 
 DISABLE_VARIABLE = "HF_EMOPT_DISABLE_TRITON"
 
@@ -51,6 +53,13 @@ def architecture(device: torch.device) -> int | None:
 def multiprocessors(device: torch.device) -> int:
     """Number of streaming multiprocessors; 1 when interpreting, where programs run one after another."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def on(device: torch.device) -> AbstractContextManager[object]:
+    """Makes a device the current one, where Triton launches and graphs are recorded: a model may lie on several."""
+    if device.type != "cuda" or device.index in (None, torch.cuda.current_device()):
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)
 
 
 def supported(device: torch.device) -> bool:

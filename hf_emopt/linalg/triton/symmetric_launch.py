@@ -172,7 +172,7 @@ def _launch_descriptors(
         pdl,
     )
     key = ("descriptors", config, a.dtype, out.dtype, c is None, same, trans, pdl, k % 16 == 0, k == 1, a.device)
-    launch(kernel, key, count * batch, arguments, _options(config, pdl))
+    launch(kernel, key, count * batch, arguments, _options(config, pdl), out.device)
 
 
 def _launch_pointers(
@@ -216,4 +216,4 @@ def _launch_pointers(
     )
     special = specialization((a, b, c_like, out), integers)
     key = ("pointers", config, c is None, pdl, k % config.block_k == 0, special, a.device)
-    launch(kernel, key, count * batch, arguments, _options(config, pdl))
+    launch(kernel, key, count * batch, arguments, _options(config, pdl), out.device)
