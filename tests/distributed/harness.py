@@ -38,6 +38,10 @@ TIMEOUT = 120.0
 GRACE = 10.0
 """Seconds that the other ranks get to report after one has failed."""
 
+MOST_GROUPS = 48
+"""Process groups that ranks may have before they are replaced: every device mesh leaves some behind, and each of them has threads
+that wake up all the time."""
+
 START_TIMEOUT = 180.0
 """Seconds to import the package once and to form a process group."""
 
@@ -61,7 +65,7 @@ class World:
         size: number of ranks.
         timeout: seconds that a case may take before all ranks are killed.
         grace: seconds that the others get once one rank has failed.
-        starts: how often processes were started, 1 as long as no case has failed.
+        starts: how often processes were started; again after a failure, and when they have too many process groups.
     """
 
     size: int
@@ -70,6 +74,7 @@ class World:
     starts: int = 0
     _ranks: list[_Rank] = field(default_factory=list)
     _folder: Path | None = None
+    _groups: int = 0
 
     def run(self, function: Callable[..., Any], /, **kwargs: Any) -> list[Any]:
         """Calls ``function(**kwargs)`` on every rank and returns what each rank returned, by rank.
@@ -81,6 +86,8 @@ class World:
         Raises:
             RankFailure: when a rank raised, died or did not return in time.
         """
+        if self._groups > MOST_GROUPS:
+            self.kill()
         if not self._ranks:
             self._start()
         task = pickle.dumps((function.__module__, function.__qualname__, kwargs))
@@ -101,7 +108,7 @@ class World:
                     continue
                 del waiting[number]
                 try:
-                    succeeded, value = _loads(rank.pipe.recv_bytes())
+                    succeeded, value, self._groups = _loads(rank.pipe.recv_bytes())
                 except (EOFError, OSError):
                     rank.process.join(5)
                     succeeded, value = False, f"the process died with exit code {rank.process.exitcode}"
@@ -159,6 +166,7 @@ class World:
             rank.process.join()
             rank.pipe.close()
         self._ranks.clear()
+        self._groups = 0
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -209,13 +217,13 @@ def _rank_main(number: int, size: int, pipe: Connection, store: str, stack_file:
         sys.path[:] = path
         try:
             _form_group(number, size, store)
-            pipe.send_bytes(_dumps((True, None)))
+            pipe.send_bytes(_dumps((True, None, 1)))
             while True:
                 _run_case(pipe, *pickle.loads(pipe.recv_bytes()))
         except EOFError:
             pass
         except BaseException:
-            pipe.send_bytes(_dumps((False, traceback.format_exc())))
+            pipe.send_bytes(_dumps((False, traceback.format_exc(), 0)))
             raise
 
 
@@ -230,6 +238,13 @@ def _form_group(number: int, size: int, store: str) -> None:
     dist.barrier()
 
 
+def groups() -> int:
+    """Process groups of this rank."""
+    from torch.distributed import distributed_c10d
+
+    return len(distributed_c10d._world.pg_map)
+
+
 def _run_case(pipe: Connection, module: str, qualname: str, kwargs: dict[str, Any]) -> None:
     import torch
 
@@ -238,8 +253,8 @@ def _run_case(pipe: Connection, module: str, qualname: str, kwargs: dict[str, An
         function = importlib.import_module(module)
         for part in qualname.split("."):
             function = getattr(function, part)
-        answer = _dumps((True, function(**kwargs)))  # type: ignore[operator]
+        answer = _dumps((True, function(**kwargs), groups()))  # type: ignore[operator]
     except BaseException:
-        answer = _dumps((False, traceback.format_exc()))
+        answer = _dumps((False, traceback.format_exc(), groups()))
     gc.collect()
     pipe.send_bytes(answer)

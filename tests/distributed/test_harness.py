@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from harness import RankFailure, World
+from harness import MOST_GROUPS, RankFailure, World
 
 
 def total(factor: int) -> tuple[int, torch.Tensor]:
@@ -20,6 +20,12 @@ def total(factor: int) -> tuple[int, torch.Tensor]:
 def raises_on_one() -> None:
     if dist.get_rank() == 1:
         raise ValueError("rank one is unhappy")
+
+
+def makes_groups(count: int) -> int:
+    for _ in range(count):
+        dist.new_group([0, 1])
+    return os.getpid()
 
 
 def waits_in_vain() -> None:
@@ -43,6 +49,18 @@ def test_processes_are_kept_between_cases(two: World) -> None:
     first = two.run(os.getpid)
     assert first == two.run(os.getpid)
     assert len({os.getpid(), *first}) == 3
+
+
+def test_ranks_with_too_many_groups_are_replaced() -> None:
+    world = World(2)
+    try:
+        first = world.run(makes_groups, count=MOST_GROUPS - 1)
+        assert world.run(os.getpid) == first, "the world's own group and these are not too many"
+        assert world.run(makes_groups, count=1) == first
+        assert not set(world.run(os.getpid)) & set(first)
+        assert world.starts == 2
+    finally:
+        world.kill()
 
 
 def test_failures_are_reported_and_survived() -> None:
