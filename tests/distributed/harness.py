@@ -39,8 +39,8 @@ GRACE = 10.0
 """Seconds that the other ranks get to report after one has failed."""
 
 MOST_GROUPS = 48
-"""Process groups that ranks may have before they are replaced: every device mesh leaves some behind, and each of them has threads
-that wake up all the time."""
+"""Process groups that ranks may have before they are replaced: every device mesh leaves some behind, and each of them has
+threads that wake up all the time."""
 
 START_TIMEOUT = 180.0
 """Seconds to import the package once and to form a process group."""
