@@ -7,24 +7,23 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
-from hf_emopt.distributed.layout import Grid
+from hf_emopt.distributed.layout import Grid, takes_all_ranks
 from hf_emopt.distributed.plan import MAX_BUCKET_NUMEL, PlannedParameter
 from hf_emopt.distributed.tensor_parallel import (
     MODES,
     Arrangement,
     TensorCut,
     UnavailableModeError,
-    all_ranks,
     blockwise_units,
     distributed_cuts,
     tensor_cut,
     tensor_dims,
 )
-from hf_emopt.linalg.newton_schulz_sharded import BYTES_PER_SECOND, FLOPS_PER_SECOND, SECONDS_PER_MESSAGE, ShardedCost
+from hf_emopt.linalg.newton_schulz_sharded import BYTES_PER_SECOND, FLOPS_PER_SECOND, SECONDS_PER_MESSAGE, Method
 from hf_emopt.routing.overrides import Patterns
 from hf_emopt.rules.base import Group, MatrixRule
 
@@ -111,6 +110,7 @@ class Choice:
 @dataclass(frozen=True)
 class _Candidate:
     parameter: PlannedParameter
+    grid: Grid
     cut: TensorCut
     group: Group
     asked: str
@@ -153,13 +153,13 @@ def arrange(
         try:
             cut = tensor_cut(param, grid, p.storage, dims)
         except UnavailableModeError as error:
-            cut, problem = None, str(error)
             if asked not in ("auto", "layerwise"):
-                raise ValueError(_impossible(p.name, asked, problem)) from error
+                raise ValueError(_impossible(p.name, asked, str(error))) from error
+            continue
         if cut is None:
             continue
         ranks = p.storage.ranks
-        candidate = _Candidate(p, cut, group, asked, wire_bytes)
+        candidate = _Candidate(p, grid, cut, group, asked, wire_bytes)
         slowdown = max(1.0, largest[ranks] * p.storage.world_size / total[ranks])
         options = _options(candidate, rule, slowdown, alike[ranks, p.storage.shape, p.group])
         choice, result[index] = _chosen(candidate, rule, options)
@@ -206,38 +206,37 @@ def _distributed(c: _Candidate, rule: MatrixRule, in_bucket: float, moved: float
     p, k = c.parameter, c.cut.size
     if not rule.can_shard(c.group):
         raise UnavailableModeError(f"{rule.name} needs whole matrices with these hyperparameters")
-    if not all_ranks(p.storage):
+    if not takes_all_ranks(c.grid):
         raise UnavailableModeError("the mesh has not all ranks of the job, which a group of some of them needs")
     recut, dims = distributed_cuts(p.units, p.storage.shape, c.cut)
-    costs, numbers, messages = [], 0.0, 0
-    method: Literal["standard", "gram"] = "standard"
+    costs: list[int] = []
+    methods: list[Method] = []
+    sent, messages = 0, 0
     for unit, whole, dim in zip(p.units, p.costs, dims):
         batch, m, n = unit.shape
         if dim is None:  # on one rank
             costs.append(whole)
+            methods.append("standard")
             continue
         method, work = rule.shard_work(m, n, k, dim, c.group)
+        methods.append(method)
         costs.append(batch * work.flops)
-        numbers += batch * _reduced_bytes(work)
-        messages = max(messages, len(work.reductions) + len(work.exchanged))
+        sent += batch * work.bytes
+        messages = max(messages, work.messages)
     columns = p.storage.world_size // k
-    arrangement = Arrangement("distributed", c.cut, tuple(costs), method, recut)
+    arrangement = Arrangement("distributed", c.cut, tuple(costs), tuple(methods), recut)
     travels = not arrangement.is_local(p.storage)
-    received = 2 * (k - 1) / k * numbers / columns + (moved if travels else 0.0)
+    received = 2 * (k - 1) / k * sent / columns + (moved if travels else 0.0)
     estimate = Estimate(sum(costs) / columns, received, (messages + 2 * travels) / in_bucket)
     return arrangement, estimate
-
-
-def _reduced_bytes(work: ShardedCost) -> float:
-    return 4.0 * sum(work.reductions) + 2.0 * sum(work.exchanged)
 
 
 def _chosen(c: _Candidate, rule: MatrixRule, options: Mapping[str, _Option]) -> tuple[Choice, PlannedParameter]:
     p, asked, reason = c.parameter, c.asked, ""
     estimates = {mode: option[1] for mode, option in options.items() if not isinstance(option, str)}
     allowed = [mode for mode in estimates if mode in rule.tensor_parallel_modes]
-    if asked == "blockwise":
-        mode, parameter = "blockwise", p if p.is_local else _blockwise(c, rule)
+    if asked == "blockwise" and not p.is_local:
+        mode, parameter = "blockwise", _blockwise(c, rule)
         estimates["blockwise"] = Estimate(parameter.cost / p.storage.world_size, 0.0, 0.0)
         allowed.append("blockwise")
     else:
@@ -254,11 +253,10 @@ def _chosen(c: _Candidate, rule: MatrixRule, options: Mapping[str, _Option]) -> 
 def _blockwise(c: _Candidate, rule: MatrixRule) -> PlannedParameter:
     p, shape = c.parameter, c.parameter.storage.shape
     try:
-        distributed_runs = [blockwise_units([unit], shape, c.cut) for unit in p.units]
-        units = blockwise_units(p.units, shape, c.cut)
+        pairs = blockwise_units(p.units, shape, c.cut)
     except UnavailableModeError as error:
         raise ValueError(_impossible(p.name, "blockwise", str(error))) from error
-    whole = {part: unit.shape[1:] for unit, parts in zip(p.units, distributed_runs) for part in parts}
+    units = tuple(part for part, _ in pairs)
     costs = tuple(unit.shape[0] * rule.cost(*unit.shape[1:], c.group) for unit in units)
     arrangement = Arrangement("blockwise", c.cut, costs)
     return replace(
@@ -267,14 +265,14 @@ def _blockwise(c: _Candidate, rule: MatrixRule) -> PlannedParameter:
         costs=costs,
         shard_cost=None,
         arrangement=arrangement,
-        whole_shapes=tuple(whole[u] for u in units),
+        whole_shapes=tuple(unit.shape[1:] for _, unit in pairs),
     )
 
 
 def _impossible(name: str, mode: str, reason: str) -> str:
     return (
         f"tensor_parallel={mode!r} cannot be for {name}: {reason}; give it another mode with "
-        f"tensor_parallel_modules={{{name!r}: 'layerwise'}}"
+        f"tensor_parallel_modules='{name}:layerwise'"
     )
 
 

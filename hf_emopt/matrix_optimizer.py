@@ -8,13 +8,12 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from hf_emopt.arranging import Choice, ModeOverrides, arrange, describe
+from hf_emopt.arranging import Choice, ModeOverrides, describe
 from hf_emopt.checkpointing import consolidate, emitted, left_behind, loaded, only_initializes
 from hf_emopt.consolidation import keep_owned
 from hf_emopt.distributed.delayed import DelayedUpdates
@@ -22,29 +21,24 @@ from hf_emopt.distributed.layout import (
     LOST,
     Grid,
     ProcessGroupArgument,
-    Storage,
     UnsupportedLayoutError,
-    check_layout,
     is_sharded,
-    local_gradient,
     local_tensor,
-    storage_of,
-    takes_all_ranks,
-    whole_numel,
 )
-from hf_emopt.distributed.plan import MAX_BUCKET_NUMEL, Bucket, Plan, PlannedParameter, make_plan
+from hf_emopt.distributed.plan import Bucket, Plan, PlannedParameter, make_plan
 from hf_emopt.engine import Engine, build_grids
 from hf_emopt.flat_checkpoints import emitted_runs, is_runs, loaded_runs
 from hf_emopt.flattened import Flattened
-from hf_emopt.groups import GroupBuilder, ParamsArgument, describe_torch_group, unpack_units
+from hf_emopt.groups import GroupBuilder, ParamsArgument, describe_torch_group
 from hf_emopt.passes import finite
+from hf_emopt.planned import planned_copies, planned_matrices
 from hf_emopt.routing.route import ParameterRoute, RouteTable, coverage_warning
 from hf_emopt.routing.unit import Unit
 from hf_emopt.rules.base import Group, MatrixRule
-from hf_emopt.rules.elementwise import adamw_step, validate_adamw
-from hf_emopt.rules.masters import LOW_PRECISION_WEIGHTS, needs_master
+from hf_emopt.rules.elementwise import validate_adamw
+from hf_emopt.rules.masters import LOW_PRECISION_WEIGHTS
 from hf_emopt.state import STATE_VERSION
-from hf_emopt.stepping import Task, pipeline, step_aux_bucket, step_bucket
+from hf_emopt.stepping import Task, pipeline, step_aux_bucket, step_bucket, step_own_aux
 
 __all__ = ["MatrixOptimizer"]
 
@@ -273,7 +267,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         own = agreement.present - engine.shared_aux
         for index, group in enumerate(self.param_groups):
             if group["kind"] == "aux":
-                self._step_aux(index, group, own)
+                step_own_aux(engine, index, group, own)
         if self._overlaps and engine.world_size > 1:
             self._delayed.begin((task, [engine.parameter(b, i) for i in engine.present(b)]) for task, b in tasks)
         else:
@@ -343,7 +337,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
             self.param_groups,
             self.state,
             self.planned_parameters(grids),
-            self._planned_others(grids),
+            planned_copies(self.param_groups, grids),
             grids,
             self.transport_dtype,
             self._overlaps,
@@ -358,43 +352,10 @@ class MatrixOptimizer(torch.optim.Optimizer):
         return build_grids(named, self.process_group)
 
     def planned_parameters(self, grids: dict[str, Grid] | None = None) -> list[PlannedParameter]:
-        """What the planner needs to know of each matrix parameter.
-
-        Args:
-            grids: the ranks of each parameter by name; ``None`` for one process.
-
-        Raises:
-            UnsupportedLayoutError: when a wrapper has laid a parameter out so that its matrices cannot be had.
-        """
-        planned, params = [], []
-        for group_index, group in enumerate(self.param_groups):
-            if group["kind"] != "matrix":
-                continue
-            for position, (name, param) in enumerate(zip(group["param_names"], group["params"])):
-                units = unpack_units(group["units"][position])
-                check_layout(name, param, units)
-                if whole_numel(param) == 0:
-                    continue
-                costs = tuple(u.shape[0] * self.rule.cost(*u.shape[1:], group) for u in units)
-                storage = storage_of(param, grids[name]) if grids else Storage.whole(param.shape)
-                shard_cost = None
-                together = grids is None or takes_all_ranks(grids[name])  # a team's group is made by all ranks
-                if together and self.rule.can_shard(group) and _is_one_matrix(units, storage.shape):
-                    shard_cost = partial(self._shard_cost, units[0].shape[1:], group)
-                tag = f"{param.dtype} {param.device}"
-                planned.append(PlannedParameter(name, group_index, position, units, costs, tag, storage, shard_cost))
-                params.append(param)
-        self._choices = []
-        if grids and any(p.storage.shards > 1 for p in planned):
-            planned, self._choices = arrange(
-                planned,
-                params,
-                grids,
-                self.rule,
-                self.param_groups,
-                self._modes,
-                _wire_bytes(self.transport_dtype, params),
-            )
+        """What the planner needs to know of each matrix parameter; see :func:`~hf_emopt.planned.planned_matrices`."""
+        planned, self._choices = planned_matrices(
+            self.rule, self.param_groups, grids, self._modes, self.transport_dtype
+        )
         return planned
 
     def units_of_slices(self) -> dict[str, tuple[Unit, ...]]:
@@ -403,24 +364,6 @@ class MatrixOptimizer(torch.optim.Optimizer):
         if not any(self._modes.mode(n, g["tensor_parallel"]) == "blockwise" for g in groups for n in g["param_names"]):
             return {}
         return {p.name: p.units for p in self.planned_parameters(self._grids()) if p.whole_shapes}
-
-    def _shard_cost(self, shape: tuple[int, int], group: Group, k: int) -> int:
-        return self.rule.shard_cost(*shape, k, group)
-
-    def _planned_others(self, grids: dict[str, Grid]) -> list[PlannedParameter]:
-        """Of the other parameters those that ranks hold copies of: they share the elementwise work and its state."""
-        planned = []
-        for group_index, group in enumerate(self.param_groups):
-            if group["kind"] != "aux":
-                continue
-            for position, (name, param) in enumerate(zip(group["param_names"], group["params"])):
-                grid = grids[name]
-                check_layout(name, param, ())
-                if grid.replicas > 1 and grid.shards == 1 and not is_sharded(param) and param.numel():
-                    storage = Storage.copies(param.shape, grid)
-                    tag = f"{param.dtype} {param.device}"
-                    planned.append(PlannedParameter(name, group_index, position, (), (param.numel(),), tag, storage))
-        return planned
 
     def _finite_flags(self) -> dict[torch.device, Tensor]:
         """For each device, a scalar that says whether all gradients there are finite; empty when not checked."""
@@ -435,23 +378,6 @@ class MatrixOptimizer(torch.optim.Optimizer):
         if not self.skip_nonfinite:
             return {}
         return {device: finite(grads, device) for device, grads in by_device.items()}
-
-    def _step_aux(self, group_index: int, group: Group, present: frozenset[str]) -> None:
-        """AdamW where each rank steps what it holds."""
-        engine = self._engine
-        assert engine is not None
-        alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-        for name, param in zip(group["param_names"], group["params"]):
-            if name in present and param.grad is not None:
-                check_layout(name, param, ())
-                alike[param.device, param.dtype].append(param)
-        for (device, _), members in alike.items():
-            for params in _chunks(members, MAX_BUCKET_NUMEL) if needs_master(members[0]) else [members]:
-                states = [{k: local_tensor(v) for k, v in engine.ready_state(p, group).items()} for p in params]
-                grads = [local_gradient(p) for p in params]
-                generator = engine.generator(group_index, group, device)
-                weights = [local_tensor(p) for p in params]
-                adamw_step(weights, grads, states, group, engine.ok_on(device), generator)  # type: ignore[arg-type]
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -536,33 +462,6 @@ def _transport(dtype: torch.dtype | str | None) -> str | None:
             f"transport_dtype={dtype!r} must be bfloat16, float32 or float64, or None for the device's default"
         )
     return name
-
-
-def _wire_bytes(transport_dtype: str | None, params: Sequence[Tensor]) -> int:
-    """Of an element of the messages that carry matrices."""
-    if transport_dtype is not None:
-        return int(getattr(torch, transport_dtype).itemsize)
-    return 4 if params[0].device.type == "cpu" else 2
-
-
-def _is_one_matrix(units: Sequence[Unit], shape: tuple[int, ...]) -> bool:
-    """Whether a parameter is one matrix as it is stored (or its transpose), so that it can be cut along a side."""
-    return (
-        len(units) == 1 and len(shape) == 2 and units[0].view == shape and units[0].dim is None and not units[0].batch
-    )
-
-
-def _chunks(params: list[Tensor], limit: int) -> list[list[Tensor]]:
-    """Runs of parameters of bounded size, so that float32 copies of 16-bit weights never all exist at once."""
-    chunks: list[list[Tensor]] = [[]]
-    size = 0
-    for param in params:
-        if chunks[-1] and size + param.numel() > limit:
-            chunks.append([])
-            size = 0
-        chunks[-1].append(param)
-        size += param.numel()
-    return chunks
 
 
 def _no_matrices_message(table: RouteTable, rule: str, matrix_option: str) -> str:

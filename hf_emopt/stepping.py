@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from hf_emopt.distributed.exchange import Exchange
-from hf_emopt.distributed.layout import is_sharded, local_gradient, local_tensor
-from hf_emopt.distributed.plan import Batch, Bucket, Segment
+from hf_emopt.distributed.layout import check_layout, is_sharded, local_gradient, local_tensor
+from hf_emopt.distributed.plan import MAX_BUCKET_NUMEL, Batch, Bucket, Segment
 from hf_emopt.engine import Engine, compute_device
 from hf_emopt.linalg.runs import Runs, contiguous_run, runs_work
 from hf_emopt.passes import Part, Passes
@@ -25,7 +25,7 @@ from hf_emopt.rules.elementwise import adamw_step, apply_updates
 from hf_emopt.rules.masters import needs_master
 from hf_emopt.state import is_shaped
 
-__all__ = ["Part", "Task", "pipeline", "step_aux_bucket", "step_bucket"]
+__all__ = ["Task", "pipeline", "step_aux_bucket", "step_bucket", "step_own_aux"]
 
 Task = Iterator[None]
 State = dict[str, Tensor]
@@ -401,3 +401,31 @@ def step_aux_bucket(engine: Engine, index: int, bucket: Bucket, present: Sequenc
     if parts:
         adamw_step([p.weight for p in parts], [p.grad for p in parts], [p.state for p in parts], group, ok, generator)
     yield from _gather([p.weight for p in parts], params, engine.exchange(index, bucket, present, exact=True))
+
+
+def step_own_aux(engine: Engine, group_index: int, group: Group, present: frozenset[str]) -> None:
+    """AdamW on a group's parameters with these names, where each rank steps what it holds."""
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+    for name, param in zip(group["param_names"], group["params"]):
+        if name in present and param.grad is not None:
+            check_layout(name, param, ())
+            alike[param.device, param.dtype].append(param)
+    for (device, _), members in alike.items():
+        for params in _chunks(members, MAX_BUCKET_NUMEL) if needs_master(members[0]) else [members]:
+            states = [{k: local_tensor(v) for k, v in engine.ready_state(p, group).items()} for p in params]
+            grads = [_gradient(p) for p in params]
+            generator = engine.generator(group_index, group, device)
+            adamw_step([local_tensor(p) for p in params], grads, states, group, engine.ok_on(device), generator)
+
+
+def _chunks(params: list[Tensor], limit: int) -> list[list[Tensor]]:
+    """Runs of parameters of bounded size, so that float32 copies of 16-bit weights never all exist at once."""
+    chunks: list[list[Tensor]] = [[]]
+    size = 0
+    for param in params:
+        if chunks[-1] and size + param.numel() > limit:
+            chunks.append([])
+            size = 0
+        chunks[-1].append(param)
+        size += param.numel()
+    return chunks

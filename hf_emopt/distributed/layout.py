@@ -28,6 +28,7 @@ __all__ = [
     "Storage",
     "UnsupportedLayoutError",
     "check_layout",
+    "coordinates",
     "grid_of",
     "group_of",
     "is_sharded",
@@ -360,10 +361,7 @@ def storage_of(param: Tensor, grid: Grid) -> Storage:
     if not isinstance(param, DTensor) or grid.shards == 1:
         return Storage(shape, ((full_box(shape),),), grid.ranks)
     mesh, placements = param.device_mesh, tuple(param.placements)
-    places = {
-        int(rank): tuple(where) for rank, where in zip(mesh.mesh.flatten().tolist(), _coordinates(mesh.mesh.shape))
-    }
-    sizes = tuple(mesh.mesh.shape)
+    places, sizes = coordinates(mesh), tuple(mesh.mesh.shape)
     boxes, *others = (tuple(_boxes(shape, placements, sizes, places[rank]) for rank in row) for row in grid.ranks)
     if any(other != boxes for other in others):
         raise UnsupportedLayoutError(
@@ -380,8 +378,10 @@ def storage_of(param: Tensor, grid: Grid) -> Storage:
     return storage
 
 
-def _coordinates(sizes: Sequence[int]) -> itertools.product[tuple[int, ...]]:
-    return itertools.product(*(range(size) for size in sizes))
+def coordinates(mesh: Any) -> dict[int, tuple[int, ...]]:
+    """Where each global rank is in a device mesh."""
+    places = itertools.product(*(range(size) for size in mesh.mesh.shape))
+    return dict(zip(mesh.mesh.flatten().tolist(), places))
 
 
 @lru_cache(maxsize=65536)

@@ -20,12 +20,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from hf_emopt.distributed.layout import Box, Grid, Storage, _boxes, _is_strided, full_box
-from hf_emopt.distributed.plan import Cut, PlannedParameter, Segment, recut
+from hf_emopt.distributed.layout import Box, Grid, Storage, _boxes, _is_strided, coordinates, full_box
+from hf_emopt.distributed.plan import Cut, PlannedParameter, Segment, overlap, recut
 from hf_emopt.routing.unit import Unit
 
 __all__ = [
@@ -87,14 +86,14 @@ class Arrangement:
         mode: one of :data:`MODES` but ``"auto"`` and ``"layerwise"``, which is the plan's own way.
         cut: the slices.
         costs: operations of each unit on each rank.
-        method: of the distributed iteration, ``"standard"`` or ``"gram"``.
+        methods: of each unit's distributed iteration, ``"standard"`` or ``"gram"``.
         recut: the slices are along the short side, and are first exchanged for slices along the long one.
     """
 
     mode: str
     cut: TensorCut
     costs: tuple[int, ...]
-    method: Literal["standard", "gram"] = "standard"
+    methods: tuple[Literal["standard", "gram"], ...] = ()
     recut: bool = False
 
     def is_local(self, storage: Storage) -> bool:
@@ -136,9 +135,7 @@ def tensor_cut(param: Tensor, grid: Grid, storage: Storage, dims: dict[Any, tupl
     if not wanted:
         return None
     alone = tuple(p if d in wanted else Replicate() for d, p in enumerate(placements))
-    sizes = tuple(mesh.mesh.shape)
-    ranks = mesh.mesh.flatten().tolist()
-    where = {int(rank): _coordinate(i, sizes) for i, rank in enumerate(ranks)}
+    sizes, where = tuple(mesh.mesh.shape), coordinates(mesh)
     slices: dict[tuple[int, ...], int] = {}
     boxes: list[tuple[Box, ...]] = []
     of_shard = []
@@ -151,20 +148,10 @@ def tensor_cut(param: Tensor, grid: Grid, storage: Storage, dims: dict[Any, tupl
     cut = TensorCut(tuple(of_shard), tuple(boxes))
     for t, own in enumerate(boxes):
         held = [box for s, own_shard in enumerate(storage.boxes) if of_shard[s] == t for box in own_shard]
-        inside = sum(
-            math.prod(max(0, min(b, d) - max(a, c)) for (a, b), (c, d) in zip(x, y)) for x in held for y in own
-        )
+        inside = sum(overlap(x, y) for x in held for y in own)
         if inside != _numel(own) or inside != _numel(held):
             raise UnavailableModeError(f"placements {placements} interleave slices of tensor parallelism")
     return cut
-
-
-def _coordinate(index: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    where = []
-    for size in reversed(sizes):
-        index, place = divmod(index, size)
-        where.append(place)
-    return tuple(reversed(where))
 
 
 def _numel(boxes: Iterable[Box]) -> int:
@@ -226,40 +213,34 @@ def _below(chosen: range, bound: int) -> int:
     return max(0, min(len(chosen), -(-(bound - chosen.start) // chosen.step)))
 
 
-def blockwise_units(units: Sequence[Unit], shape: tuple[int, ...], cut: TensorCut) -> tuple[Unit, ...]:
-    """Each unit's part of each slice as a unit of the whole parameter, slice by slice.
+def blockwise_units(units: Sequence[Unit], shape: tuple[int, ...], cut: TensorCut) -> list[tuple[Unit, Unit]]:
+    """Each unit's part of each slice, as a unit of the whole parameter and beside the unit it is part of; slice by slice.
 
     Raises:
         UnavailableModeError: a part is not a run of one dimension.
     """
-    return tuple(unit for t in range(cut.size) for _, found in _blocks(units, shape, cut, t) for unit, _ in found)
+    return [
+        (_block(unit, shape, box, t), unit)
+        for t, boxes in enumerate(cut.boxes)
+        for box in boxes
+        for unit in units
+        if _restricted(unit, shape, box) is not None
+    ]
 
 
-def _blocks(
-    units: Sequence[Unit], shape: tuple[int, ...], cut: TensorCut, t: int
-) -> list[tuple[Box, list[tuple[Unit, _Piece]]]]:
-    """For each box of a slice, the parts of units in it, as units of the whole and of the box."""
-    result = []
-    for box in cut.boxes[t]:
-        found: list[tuple[Unit, _Piece]] = []
-        for unit in units:
-            piece = _restricted(unit, shape, box)
-            if piece is None:
-                continue
-            cuts = [d for d, (a, b) in enumerate(box) if (a, b) != (0, shape[d])]
-            dim = unit.dim if unit.dim is not None else cuts[0] if cuts else None
-            if any(d != dim for d in cuts):
-                raise UnavailableModeError("it is cut along another dimension than the one its matrices share")
-            if dim is None:
-                found.append((replace(unit, name=f"{unit.name}[{t}]"), piece))
-                continue
-            a, b = box[dim]
-            start, stop, step = (unit.start, unit.stop, unit.step) if unit.dim is not None else (0, shape[dim], 1)
-            start += max(0, -(-(a - start) // step)) * step
-            whole = replace(unit, name=f"{unit.name}[{t}]", dim=dim, start=start, stop=min(stop, b), step=step)
-            found.append((whole, piece))
-        result.append((box, found))
-    return result
+def _block(unit: Unit, shape: tuple[int, ...], box: Box, t: int) -> Unit:
+    """A unit's part of a box of slice ``t``."""
+    part = replace(unit, name=f"{unit.name}[{t}]")
+    cuts = [d for d, (a, b) in enumerate(box) if (a, b) != (0, shape[d])]
+    dim = unit.dim if unit.dim is not None else cuts[0] if cuts else None
+    if any(d != dim for d in cuts):
+        raise UnavailableModeError("it is cut along another dimension than the one its matrices share")
+    if dim is None:
+        return part
+    a, b = box[dim]
+    start, stop, step = (unit.start, unit.stop, unit.step) if unit.dim is not None else (0, shape[dim], 1)
+    start += max(0, -(-(a - start) // step)) * step
+    return replace(part, dim=dim, start=start, stop=min(stop, b), step=step)
 
 
 def distributed_cuts(units: Sequence[Unit], shape: tuple[int, ...], cut: TensorCut) -> tuple[bool, list[int | None]]:
@@ -317,7 +298,7 @@ def segments_of(parameter: PlannedParameter, loads: dict[int, int]) -> list[Segm
         ]
     if arrangement.mode == "distributed":
         if arrangement.recut:
-            return recut(parameter, column, cost, arrangement.method)
+            return recut(parameter, column, cost, arrangement.methods[0])
         return _distributed(parameter, arrangement, column)
     return _blockwise(parameter, arrangement, column)
 
@@ -335,7 +316,7 @@ def _distributed(parameter: PlannedParameter, arrangement: Arrangement, column: 
         dim = next(piece.dim for _, piece in sharing if piece.dim is not None)
         spans = tuple(piece.span for _, piece in sharing)
         team = tuple(column[t] for t, _ in sharing)
-        cuts.append(Cut((unit.shape[1], unit.shape[2]), dim, spans, team, arrangement.method))
+        cuts.append(Cut((unit.shape[1], unit.shape[2]), dim, spans, team, arrangement.methods[u]))
     segments = []
     for t, box in places:
         mine = [(u, piece) for u in range(len(units)) if (piece := pieces[t, box, u]) is not None]
@@ -357,9 +338,6 @@ def _distributed(parameter: PlannedParameter, arrangement: Arrangement, column: 
 def _blockwise(parameter: PlannedParameter, arrangement: Arrangement, column: tuple[int, ...]) -> list[Segment]:
     """Of a parameter whose units are the slices' already."""
     segments, shape = [], parameter.storage.shape
-    full = {}
-    for unit, whole in zip(parameter.units, parameter.whole_shapes, strict=True):
-        full[unit] = whole
     for t, boxes in enumerate(arrangement.cut.boxes):
         for box in boxes:
             mine = []
@@ -376,12 +354,7 @@ def _blockwise(parameter: PlannedParameter, arrangement: Arrangement, column: tu
                         tuple(unit for _, unit in mine),
                         sum(arrangement.costs[u] for u, _ in mine),
                         indices=tuple(u for u, _ in mine),
-                        cuts=tuple(Cut(full[parameter.units[u]], -2, (), ()) for u, _ in mine),
+                        cuts=tuple(Cut(parameter.whole_shapes[u], -2, (), ()) for u, _ in mine),
                     )
                 )
     return segments
-
-
-def all_ranks(storage: Storage) -> bool:
-    """Whether the parameter lies on every rank of the job, so that groups of some of them can be made."""
-    return not dist.is_initialized() or storage.world_size == dist.get_world_size()

@@ -99,6 +99,15 @@ class ShardedCost:
     reductions: tuple[int, ...]
     exchanged: tuple[int, ...] = ()
 
+    @property
+    def messages(self) -> int:
+        return len(self.reductions) + len(self.exchanged)
+
+    @property
+    def bytes(self) -> int:
+        """In the buffers of all-reduces, with products in 16 bits."""
+        return 4 * sum(self.reductions) + 2 * sum(self.exchanged)
+
 
 def sharded_cost(
     m: int, n: int, parts: int, steps: int = 5, coefficients: CoefficientSpec = "jordan", method: Method = "standard"
@@ -126,12 +135,10 @@ BYTES_PER_SECOND = 300e9
 SECONDS_PER_MESSAGE = 2e-5
 
 
-def sharded_seconds(cost: ShardedCost, parts: int, wire_bytes: int = 2) -> float:
+def sharded_seconds(cost: ShardedCost, parts: int) -> float:
     """Time of one matrix: its operations, the bytes of its all-reduces (each number leaves and returns), and their start."""
-    numbers = 4 * sum(cost.reductions) + wire_bytes * sum(cost.exchanged)
-    messages = len(cost.reductions) + len(cost.exchanged)
-    travel = 2 * (parts - 1) / parts * numbers / BYTES_PER_SECOND
-    return cost.flops / FLOPS_PER_SECOND + travel + SECONDS_PER_MESSAGE * messages
+    travel = 2 * (parts - 1) / parts * cost.bytes / BYTES_PER_SECOND
+    return cost.flops / FLOPS_PER_SECOND + travel + SECONDS_PER_MESSAGE * cost.messages
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,102 @@
+"""What the planner needs to know of an optimizer's parameters, made from its groups and from where parameters lie."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from hf_emopt.arranging import Choice, ModeOverrides, arrange
+from hf_emopt.distributed.layout import (
+    Grid,
+    Storage,
+    check_layout,
+    is_sharded,
+    storage_of,
+    takes_all_ranks,
+    whole_numel,
+)
+from hf_emopt.distributed.plan import PlannedParameter
+from hf_emopt.groups import unpack_units
+from hf_emopt.routing.unit import Unit
+from hf_emopt.rules.base import Group, MatrixRule
+
+__all__ = ["planned_copies", "planned_matrices"]
+
+
+def planned_matrices(
+    rule: MatrixRule,
+    groups: Sequence[Group],
+    grids: dict[str, Grid] | None,
+    modes: ModeOverrides,
+    transport_dtype: str | None,
+) -> tuple[list[PlannedParameter], list[Choice]]:
+    """Every matrix parameter, and what was chosen for those that tensor parallelism cuts.
+
+    Args:
+        rule: whose costs are planned with.
+        groups: parameter groups of the optimizer.
+        grids: the ranks of each parameter by name; ``None`` for one process.
+        modes: of tensor parallelism by parameter, over the groups' own.
+        transport_dtype: of the wire by name, or ``None`` for the device's default.
+
+    Raises:
+        UnsupportedLayoutError: when a wrapper has laid a parameter out so that its matrices cannot be had.
+    """
+    planned, params = [], []
+    for group_index, group in enumerate(groups):
+        if group["kind"] != "matrix":
+            continue
+        for position, (name, param) in enumerate(zip(group["param_names"], group["params"])):
+            units = unpack_units(group["units"][position])
+            check_layout(name, param, units)
+            if whole_numel(param) == 0:
+                continue
+            costs = tuple(u.shape[0] * rule.cost(*u.shape[1:], group) for u in units)
+            storage = storage_of(param, grids[name]) if grids else Storage.whole(param.shape)
+            shard_cost = None
+            together = grids is None or takes_all_ranks(grids[name])  # a team's group is made by all ranks
+            if together and rule.can_shard(group) and _is_one_matrix(units, storage.shape):
+                shard_cost = partial(_shard_cost, rule, units[0].shape[1:], group)
+            tag = f"{param.dtype} {param.device}"
+            planned.append(PlannedParameter(name, group_index, position, units, costs, tag, storage, shard_cost))
+            params.append(param)
+    if not grids or all(p.storage.shards == 1 for p in planned):
+        return planned, []
+    return arrange(planned, params, grids, rule, groups, modes, _wire_bytes(transport_dtype, params))
+
+
+def planned_copies(groups: Sequence[Group], grids: dict[str, Grid]) -> list[PlannedParameter]:
+    """Of the other parameters those that ranks hold copies of: they share the elementwise work and its state."""
+    planned = []
+    for group_index, group in enumerate(groups):
+        if group["kind"] != "aux":
+            continue
+        for position, (name, param) in enumerate(zip(group["param_names"], group["params"])):
+            grid = grids[name]
+            check_layout(name, param, ())
+            if grid.replicas > 1 and grid.shards == 1 and not is_sharded(param) and param.numel():
+                storage = Storage.copies(param.shape, grid)
+                tag = f"{param.dtype} {param.device}"
+                planned.append(PlannedParameter(name, group_index, position, (), (param.numel(),), tag, storage))
+    return planned
+
+
+def _shard_cost(rule: MatrixRule, shape: tuple[int, int], group: Group, k: int) -> int:
+    return rule.shard_cost(*shape, k, group)
+
+
+def _wire_bytes(transport_dtype: str | None, params: Sequence[Tensor]) -> int:
+    """Of an element of the messages that carry matrices."""
+    if transport_dtype is not None:
+        return int(getattr(torch, transport_dtype).itemsize)
+    return 4 if params[0].device.type == "cpu" else 2
+
+
+def _is_one_matrix(units: Sequence[Unit], shape: tuple[int, ...]) -> bool:
+    """Whether a parameter is one matrix as it is stored (or its transpose), so that it can be cut along a side."""
+    return (
+        len(units) == 1 and len(shape) == 2 and units[0].view == shape and units[0].dim is None and not units[0].batch
+    )
