@@ -6,29 +6,16 @@ The interpreter has to be chosen before Triton is imported, so these cases run i
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+from interpreted import INTERPRETING, run_in_interpreter
 
 if not INTERPRETING:
 
     def test_passes_in_the_interpreter() -> None:
-        pytest.importorskip("triton", reason="Triton has no wheel for this platform")
-        result = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__))],
-            env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=500,
-        )
-        assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
-        assert " passed" in result.stdout
+        run_in_interpreter(__file__)
 
 
 if INTERPRETING:

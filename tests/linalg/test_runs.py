@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from interpreted import INTERPRETING, run_in_interpreter
 from torch import Tensor
 
 from hf_emopt.linalg.runs import contiguous_run
-
-INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @pytest.mark.parametrize(
@@ -40,16 +34,7 @@ def test_boxes_that_are_runs(where, shape, expected):
 if not INTERPRETING:
 
     def test_kernels_in_the_interpreter() -> None:
-        pytest.importorskip("triton", reason="Triton has no wheel for this platform")
-        result = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__))],
-            env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=500,
-        )
-        assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
-        assert " passed" in result.stdout
+        run_in_interpreter(__file__)
 
 
 if INTERPRETING:

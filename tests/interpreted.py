@@ -1,0 +1,27 @@
+"""Runs a test file in Triton's interpreter, which has to be chosen before Triton is imported: in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+__all__ = ["INTERPRETING", "run_in_interpreter"]
+
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def run_in_interpreter(path: str) -> None:
+    """All tests of a file that are defined where ``INTERPRETING``; fails with their output where one does."""
+    pytest.importorskip("triton", reason="Triton has no wheel for this platform")
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", path],
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
+    assert " passed" in result.stdout
