@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 from harness import World, Worlds
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
-from zoo import SAMPLES, assert_close, build, coefficients, matrices, weights
+from zoo import assert_close, build, distribute, give_gradients, matrices, weights
 
 SHAPES = [(33, 17), (7, 40), (24, 24), (24, 24), (24, 24), (5, 9), (12, 32)]
 STEPS = 4
@@ -32,24 +32,11 @@ def trained(rule: str, sizes: tuple[int, ...], placements: tuple[Any, ...], plai
     """Every matrix a DTensor with these placements, except ``plain``; the gradients are given."""
     model = matrices(SHAPES)
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("a", "b")[: len(sizes)])
-    for name, parameter in list(model.named_parameters()):
-        owner, leaf = name.rsplit(".", 1)
-        value: Tensor = parameter.detach()
-        if name != plain:
-            value = distribute_tensor(value, mesh, placements, src_data_rank=None)
-        setattr(model.get_submodule(owner), leaf, nn.Parameter(value))
+    distribute(model, mesh, lambda name: None if name == plain else placements)
     optimizer = build(model, rule)
     for step in range(STEPS):
-        wanted = coefficients(model, step, range(SAMPLES), 1 / 32)
-        for name, parameter in model.named_parameters():
-            grad = wanted[name]
-            # Tensor parallelism leaves some gradients whole where their parameter is cut.
-            where = placements if step % 2 else (Replicate(),) * len(sizes)
-            parameter.grad = (
-                distribute_tensor(grad, mesh, where, src_data_rank=None)
-                if isinstance(parameter, DTensor)
-                else grad.clone()
-            )
+        # Tensor parallelism leaves some gradients whole where their parameter is cut.
+        give_gradients(model, step, placements if step % 2 else (Replicate(),) * len(sizes))
         optimizer.step()
     return {"weights": weights(model), "transforms": optimizer.transform_count}
 
@@ -58,8 +45,7 @@ def alone(rule: str) -> dict[str, Tensor]:
     model = matrices(SHAPES)
     optimizer = build(model, rule)
     for step in range(STEPS):
-        for name, parameter in model.named_parameters():
-            parameter.grad = coefficients(model, step, range(SAMPLES), 1 / 32)[name]
+        give_gradients(model, step)
         optimizer.step()
     return weights(model)
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from harness import World, Worlds
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
-from zoo import SAMPLES, assert_close, build, coefficients, matrices, weights
+from zoo import assert_close, build, distribute, give_gradients, local, matrices, weights
 
 SHAPES = [(33, 17), (7, 40), (24, 24), (24, 24), (5, 9), (2, 6), (12, 32), (32, 12)]
 STEPS = 3
@@ -33,21 +33,20 @@ PLACEMENTS: dict[str, tuple[str, tuple[int, ...], tuple[Any, ...]]] = {
 
 
 def trained(
-    rule: str, kind: str, sizes: tuple[int, ...], placements: tuple[Any, ...], **options: Any
+    rule: str,
+    kind: str,
+    sizes: tuple[int, ...],
+    placements: tuple[Any, ...],
+    plain: tuple[str, ...] = (),
+    **options: Any,
 ) -> dict[str, Any]:
-    """Every matrix a DTensor with these placements; the gradients are given."""
+    """Every matrix a DTensor with these placements, except ``plain``; the gradients are given."""
     model = matrices(SHAPES)
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=NAMES[kind])
-    for name, parameter in list(model.named_parameters()):
-        owner, leaf = name.rsplit(".", 1)
-        value = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=None)
-        setattr(model.get_submodule(owner), leaf, nn.Parameter(value))
+    distribute(model, mesh, lambda name: None if name in plain else placements)
     optimizer = build(model, rule, **options)
     for step in range(STEPS):
-        wanted = coefficients(model, step, range(SAMPLES), 1 / 32)
-        for name, parameter in model.named_parameters():
-            where = placements if step % 2 else (Replicate(),) * len(sizes)
-            parameter.grad = distribute_tensor(wanted[name], mesh, where, src_data_rank=None)
+        give_gradients(model, step, placements if step % 2 else (Replicate(),) * len(sizes))
         optimizer.step()
     return {
         "weights": weights(model), "transforms": optimizer.transform_count, "explained": optimizer.explain(),
@@ -60,8 +59,7 @@ def alone(rule: str) -> dict[str, Tensor]:
     model = matrices(SHAPES)
     optimizer = build(model, rule)
     for step in range(STEPS):
-        for name, parameter in model.named_parameters():
-            parameter.grad = coefficients(model, step, range(SAMPLES), 1 / 32)[name]
+        give_gradients(model, step)
         optimizer.step()
     return weights(model)
 
@@ -85,8 +83,20 @@ def test_weights_are_those_of_one_process(worlds: Worlds, case: str, rule: str, 
     results = worlds[size].run(trained, rule=rule, kind=kind, sizes=sizes, placements=placements, tensor_parallel=mode)
     for result in results:
         assert_close(result["weights"], alone(rule), 1e-5)
-        if case != "copies" and mode in ("duplicated", "layerwise"):
-            assert result["modes"] == [mode] * len(SHAPES)
+        if mode != "auto":
+            assert result["modes"] == ([] if case == "copies" else [mode] * len(SHAPES))
+    assert sum(result["transforms"] for result in results) == len(SHAPES) * STEPS
+
+
+@pytest.mark.parametrize("mode", ["duplicated", "distributed"])
+def test_plain_parameters_beside_cut_ones(two: World, mode: str) -> None:
+    plain = ("blocks.only.m0.weight", "blocks.only.m2.weight")
+    kind, sizes, placements = PLACEMENTS["columns"]
+    options = {"kind": kind, "sizes": sizes, "placements": placements, "plain": plain, "tensor_parallel": mode}
+    results = two.run(trained, rule="normuon", **options)
+    for result in results:
+        assert_close(result["weights"], alone("normuon"), 1e-5)
+        assert result["modes"] == [mode] * (len(SHAPES) - len(plain))
     assert sum(result["transforms"] for result in results) == len(SHAPES) * STEPS
 
 
@@ -98,22 +108,15 @@ def with_gaps(mode: str, dim: int, dtype: torch.dtype = torch.float32) -> dict[s
     model = matrices(SHAPES, dtype)
     alone = not torch.distributed.is_initialized()
     if not alone:
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-        for name, parameter in list(model.named_parameters()):
-            owner, leaf = name.rsplit(".", 1)
-            value = distribute_tensor(parameter.detach(), mesh, [Shard(dim)], src_data_rank=None)
-            setattr(model.get_submodule(owner), leaf, nn.Parameter(value))
+        distribute(model, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), lambda name: [Shard(dim)])
     optimizer = build(model, "normuon", **({} if alone else {"tensor_parallel": mode}))
-    names = [name for name, _ in model.named_parameters()]
+    parameters = list(model.parameters())
     for step in range(5):
-        wanted = coefficients(model, step, range(SAMPLES), 1 / 32)
-        for name, parameter in model.named_parameters():
-            grad = wanted[name].to(dtype)
-            if step == 3 and name == names[0]:
-                grad[-1, -1] = float("nan")
-            parameter.grad = grad if alone else distribute_tensor(grad, mesh, [Shard(dim)], src_data_rank=None)
-            if step == 1 and name == names[2]:
-                parameter.grad = None
+        give_gradients(model, step)
+        if step == 1:
+            parameters[2].grad = None
+        if step == 3 and (alone or torch.distributed.get_rank() == 1):
+            local(parameters[0].grad)[-1, -1] = float("nan")
         optimizer.step()
     return {"weights": weights(model), "skipped": optimizer.skipped_steps, "count": optimizer.transform_count}
 

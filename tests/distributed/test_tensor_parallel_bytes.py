@@ -11,8 +11,19 @@ from counter import CollectiveCounter
 from harness import World, Worlds
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
-from zoo import RULES, SAMPLES, assert_close, build, coefficients, matrices, steps_of, weights
+from torch.distributed.tensor import Shard
+from zoo import (
+    RULES,
+    SAMPLES,
+    assert_close,
+    build,
+    coefficients,
+    distribute,
+    give_gradients,
+    matrices,
+    steps_of,
+    weights,
+)
 
 import hf_emopt
 from hf_emopt.linalg import newton_schulz
@@ -25,19 +36,9 @@ RESTARTS = len(find_restart_steps(resolve_coefficients("jordan", 5).steps))
 
 
 def cut_model(shapes: list[tuple[int, int]], dim: int, world: int) -> nn.Module:
-    model = matrices(shapes)
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
-    for name, parameter in list(model.named_parameters()):
-        owner, leaf = name.rsplit(".", 1)
-        value = distribute_tensor(parameter.detach(), mesh, [Shard(dim)], src_data_rank=None)
-        setattr(model.get_submodule(owner), leaf, nn.Parameter(value))
-    return model
-
-
-def give_gradients(model: nn.Module, step: int) -> None:
-    wanted = coefficients(model, step, range(SAMPLES), 1 / 32)
-    for name, p in model.named_parameters():
-        p.grad = distribute_tensor(wanted[name], p.device_mesh, p.placements, src_data_rank=None)
+    return distribute(
+        matrices(shapes), init_device_mesh("cpu", (world,), mesh_dim_names=("tp",)), lambda name: [Shard(dim)]
+    )
 
 
 def messages(rule: str, mode: str, dim: int, world: int, **options: Any) -> list[tuple[str, int, int]]:
@@ -81,10 +82,14 @@ def test_messages_and_bytes_are_those_of_the_formula(worlds: Worlds, size: int, 
 
 
 def test_two_gram_matrices_a_step_instead_of_five(two: World) -> None:
-    """Elements of an all-reduce that are not a handful: two with the Gram form, and five where its dtype excludes it."""
-    for dtype, count in (("float32", 2), ("bfloat16", 5)):
+    """Two with the Gram form, and five where its dtype excludes it, after a norm and a peak."""
+    gram = ("allreduce_", COUNT * 24 * 25 // 2, 4)
+    for dtype, wanted in (
+        ("float32", [("allreduce_", COUNT * 4, 4), gram, gram]),
+        ("bfloat16", [("allreduce_", COUNT, 4)] * 2 + [gram] * 5),
+    ):
         for found in two.run(messages, rule="muon", mode="distributed", dim=1, world=2, ns_dtype=dtype):
-            assert [name for name, received, _ in found if received > 16 * COUNT] == ["allreduce_"] * count
+            assert found == wanted
 
 
 @pytest.mark.parametrize("mode", ["layerwise", "duplicated"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from typing import Any
 
 import pytest
@@ -10,10 +11,11 @@ import torch
 from harness import World, Worlds
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
-from transformers import LlamaConfig, LlamaForCausalLM
-from zoo import RULES, SAMPLES, assert_close, build, coefficients, matrices, weights
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+from zoo import RULES, assert_close, build, distribute, full, give_gradients, matrices, weights
 
 import hf_emopt
 from hf_emopt.arranging import ModeOverrides
@@ -23,13 +25,7 @@ from hf_emopt.integrations.optim_args import parse_optim_args
 def cut(model: nn.Module, dims: dict[str, int], names: tuple[str, ...] | None = ("tp",), size: int = 2) -> nn.Module:
     """Parameters whose names have a key of ``dims`` in them as DTensors."""
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=names)
-    for name, parameter in list(model.named_parameters()):
-        dim = next((d for part, d in dims.items() if part in name), None)
-        if dim is not None:
-            owner, _, leaf = name.rpartition(".")
-            value = distribute_tensor(parameter.detach(), mesh, [Shard(dim)], src_data_rank=None)
-            setattr(model.get_submodule(owner), leaf, nn.Parameter(value))
-    return model
+    return distribute(model, mesh, lambda name: next(([Shard(d)] for part, d in dims.items() if part in name), None))
 
 
 def choices(shapes: list[tuple[int, int]], dims: dict[str, int], **options: Any) -> dict[str, Any]:
@@ -164,23 +160,48 @@ class TestWhatCannotBe:
             assert "tensor_parallel='blockwise' cannot be for" in message
             assert "tensor_parallel_modules" in message
 
+    def test_experts_that_a_rank_has_whole_are_no_slices(self, two: World) -> None:
+        for found in two.run(whole_experts):
+            assert found["modes"] == ["layerwise"] * 2
+            assert "blockwise cannot be: every rank has whole matrices" in found["explained"]
+
+    @pytest.mark.parametrize("rule", ["normuon", "soap", "shampoo"])
+    def test_state_of_slices_is_not_that_of_the_whole(self, two: World, rule: str) -> None:
+        """Also of NorMuon, whose row moments have one shape for the whole and for slices of it."""
+        saved = two.run(state_of_slices, rule=rule)[0]
+        with pytest.raises(ValueError, match="tensor_parallel='blockwise' on another number of ranks"):
+            build(matrices([(24, 32)]), rule).load_state_dict(saved)
+
     def test_slices_that_are_not_runs_are_exact_when_left_to_the_optimizer(self, worlds: Worlds) -> None:
         assert set(worlds[4].run(interleaved, mode="auto")) == {""}
+
+
+def whole_experts() -> dict[str, Any]:
+    with torch.device("meta"):
+        model = MixtralExperts(MixtralConfig(hidden_size=10, intermediate_size=6, num_local_experts=4))
+    optimizer = build(cut(model, {"_proj": 0}), "muon", tensor_parallel="blockwise")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nothing is another update than that of one process
+        text = optimizer.explain()
+    return {"modes": [choice.mode for choice in optimizer._choices], "explained": text}
+
+
+def state_of_slices(rule: str) -> dict[str, Any]:
+    """A whole state dict after a step."""
+    model = cut(matrices([(24, 32)]), {"m": 1})
+    optimizer = build(model, rule, tensor_parallel="blockwise")
+    give_gradients(model, 0)
+    with pytest.warns(UserWarning, match="blockwise"):
+        optimizer.step()
+    state = optimizer.state_dict()
+    state["state"] = {index: {k: full(v) for k, v in entry.items()} for index, entry in state["state"].items()}
+    return state
 
 
 def interleaved(mode: str) -> str:
     """Cut by both dimensions of a mesh in an order that is not TP under FSDP2."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
-    model = matrices([(24, 24)])
-    (name,) = (name for name, _ in model.named_parameters())
-    owner, _, leaf = name.rpartition(".")
-    value = model.get_parameter(name).detach()
-    placements = [Shard(0), _StridedShard(0, split_factor=3)]
-    setattr(
-        model.get_submodule(owner),
-        leaf,
-        nn.Parameter(distribute_tensor(value, mesh, placements, src_data_rank=None)),
-    )
+    model = distribute(matrices([(24, 24)]), mesh, lambda name: [Shard(0), _StridedShard(0, split_factor=3)])
     optimizer = build(model, "muon", tensor_parallel=mode)
     try:
         optimizer.explain()
@@ -200,14 +221,7 @@ def square(mode: str, dim: int, size: int) -> dict[str, Tensor]:
 def stepped(model: nn.Module, **options: Any) -> dict[str, Tensor]:
     optimizer = build(model, "muon", **options)
     for step in range(3):
-        wanted = coefficients(model, step, range(SAMPLES), 1 / 32)
-        for name, p in model.named_parameters():
-            mesh = getattr(p, "device_mesh", None)
-            p.grad = (
-                wanted[name]
-                if mesh is None
-                else distribute_tensor(wanted[name], mesh, p.placements, src_data_rank=None)  # type: ignore[attr-defined]
-            )
+        give_gradients(model, step)
         optimizer.step()
     return weights(model)
 

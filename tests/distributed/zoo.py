@@ -8,7 +8,7 @@ square has a singular factor, and rounding alone turns the basis of its null spa
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import GPT2Config, MixtralConfig, Phi3Config
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
@@ -118,6 +118,17 @@ def shard(model: nn.Module, mesh: Any = None) -> nn.Module:
     return fully_shard(model, mesh=mesh)
 
 
+def distribute(model: nn.Module, mesh: Any, placements: Callable[[str], Sequence[Any] | None]) -> nn.Module:
+    """Parameters become DTensors, where ``placements`` has some for their name; no bytes are sent."""
+    for name, parameter in list(model.named_parameters()):
+        where = placements(name)
+        if where is not None:
+            owner, _, leaf = name.rpartition(".")
+            value = distribute_tensor(parameter.detach(), mesh, where, src_data_rank=None)
+            setattr(model.get_submodule(owner), leaf, nn.Parameter(value))
+    return model
+
+
 def wrap(model: nn.Module, layout: str) -> nn.Module:
     """``"ddp"``, ``"fsdp2"``, or ``"hsdp"`` with at least two replicas where the world has them; ``"hsdp1"`` with one."""
     size = dist.get_world_size()
@@ -160,6 +171,17 @@ def backward(
     size = dist.get_world_size() if dist.is_initialized() else 1
     wanted = coefficients(model, step, own_samples() if samples is None else samples, size / 32)
     model({name: value for name, value in wanted.items() if not without(name)}).backward()
+
+
+def give_gradients(model: nn.Module, step: int, placements: Sequence[Any] | None = None) -> None:
+    """Sets every gradient to the global batch's, laid out as its parameter or, of DTensors, as ``placements`` says."""
+    wanted = coefficients(model, step, range(SAMPLES), 1 / 32)
+    for name, parameter in model.named_parameters():
+        grad = wanted[name].to(parameter.dtype)
+        if isinstance(parameter, DTensor):
+            where = parameter.placements if placements is None else placements
+            grad = distribute_tensor(grad, parameter.device_mesh, where, src_data_rank=None)
+        parameter.grad = grad
 
 
 def build(model: nn.Module, rule: str | Optimizer, **options: Any) -> MatrixOptimizer:
