@@ -22,13 +22,11 @@ from hf_emopt.engine import Engine, compute_device, part_of
 from hf_emopt.rules.base import Group
 from hf_emopt.rules.elementwise import init_adamw_state
 from hf_emopt.rules.masters import init_weight_state
-from hf_emopt.state import is_shaped
+from hf_emopt.state import is_count, is_shaped
 
 __all__ = ["as_parameter", "fresh", "gathered", "keep_owned", "materialize", "sharded_unit_state", "whole_unit_state"]
 
 State = dict[str, Any]
-
-_COUNTS = ("step", "rounds")
 
 _SPREAD_NUMEL = 2**12
 
@@ -90,7 +88,7 @@ def fresh(engine: Engine) -> dict[str, State]:
                     continue
                 param = engine.parameter(bucket, i).detach().cpu()
                 whole = _start(engine, bucket, i, param, torch.empty(0, dtype=param.dtype), group)
-                counts = {k: torch.zeros_like(v) for k, v in engine.state_of(bucket, i).items() if k in _COUNTS}
+                counts = {k: torch.zeros_like(v) for k, v in engine.state_of(bucket, i).items() if is_count(k)}
                 result[parameter.name] = whole | counts
     return result
 
@@ -110,7 +108,7 @@ def gathered(engine: Engine, keep: bool = True) -> dict[str, State]:
                 whole: State = {
                     key: value.detach().to("cpu", copy=True)
                     for key, value in state.items()
-                    if key in _COUNTS or (is_shaped(key) and engine.owned_of(bucket, i) is None)
+                    if is_count(key) or (is_shaped(key) and engine.owned_of(bucket, i) is None)
                 }
                 if engine.owned_of(bucket, i) is not None:
                     whole |= _whole_shaped(engine, bucket, i, keep)

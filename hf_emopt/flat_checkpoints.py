@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_emopt.consolidation import materialize
-from hf_emopt.state import STATE_VERSION, is_shaped, live_names, load_into
+from hf_emopt.state import check_groups, is_count, is_shaped, live_names, load_into
 
 if TYPE_CHECKING:
     from hf_emopt.engine import Engine
@@ -42,7 +42,9 @@ def emitted_runs(optimizer: MatrixOptimizer, plain_state_dict: Callable[[], dict
         plain_state_dict: torch's own.
     """
     engine = optimizer._engine
-    if engine is not None and any("step" in state for state in optimizer.state.values()):
+    if any("step" in state for state in optimizer.state.values()):
+        if engine is None:  # state was loaded, and no step has made plans since
+            engine = optimizer._current_engine()
         engine.settle()
         materialize(engine)
     owned = _owned(engine)
@@ -71,11 +73,6 @@ def _owned(engine: Engine | None) -> dict[str, list[list[int]]]:
     return found
 
 
-def is_count(key: str) -> bool:
-    """Whether a state entry counts steps."""
-    return key in ("step", "rounds")
-
-
 def loaded_runs(optimizer: MatrixOptimizer, state_dict: dict[str, Any]) -> None:
     """Puts this rank's :func:`emitted_runs` back.
 
@@ -84,7 +81,7 @@ def loaded_runs(optimizer: MatrixOptimizer, state_dict: dict[str, Any]) -> None:
             optimizer is then as it was.
     """
     saved_groups = [dict(group) for group in state_dict["param_groups"]]
-    _check_groups(optimizer, saved_groups)
+    check_groups(optimizer, saved_groups)
     by_name: dict[str, dict[str, Any]] = {}
     owned: dict[str, list[list[int]]] = {}
     for saved, group in zip(saved_groups, optimizer.param_groups):
@@ -112,24 +109,6 @@ def loaded_runs(optimizer: MatrixOptimizer, state_dict: dict[str, Any]) -> None:
         _check_owned(optimizer, owned)
     optimizer._forget_plan()
     load_into(optimizer, by_name, saved_groups)
-
-
-def _check_groups(optimizer: MatrixOptimizer, saved_groups: Sequence[dict[str, Any]]) -> None:
-    rules = {group["rule"] for group in saved_groups if "rule" in group} - {optimizer.rule.name}
-    newest = max((group.get("state_version", STATE_VERSION) for group in saved_groups), default=STATE_VERSION)
-    if rules:
-        raise ValueError(
-            f"the optimizer state is of {', '.join(sorted(rules))}, this optimizer is {optimizer.rule.name}"
-        )
-    if newest > STATE_VERSION:
-        raise ValueError(
-            f"the optimizer state has version {newest}, this hf_emopt reads up to {STATE_VERSION}: upgrade it"
-        )
-    if len(saved_groups) != len(optimizer.param_groups):
-        raise ValueError(
-            f"the optimizer state has {len(saved_groups)} parameter groups, this optimizer {len(optimizer.param_groups)}; "
-            "were layers frozen or routed differently?"
-        )
 
 
 def _check_owned(optimizer: MatrixOptimizer, owned: dict[str, list[list[int]]]) -> None:

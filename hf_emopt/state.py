@@ -19,7 +19,7 @@ from hf_emopt.rules.elementwise import init_adamw_state
 if TYPE_CHECKING:
     from hf_emopt.matrix_optimizer import MatrixOptimizer
 
-__all__ = ["PARTIAL", "STATE_VERSION", "is_shaped", "live_names", "load_into", "matched"]
+__all__ = ["PARTIAL", "STATE_VERSION", "check_groups", "is_count", "is_shaped", "live_names", "load_into", "matched"]
 
 STATE_VERSION = 1
 """Kept in every group as ``state_version``; grows when the meaning of a state entry changes."""
@@ -31,9 +31,38 @@ PARTIAL = "consolidated_elsewhere"
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 
 
+def is_count(key: str) -> bool:
+    """Whether a state entry counts steps."""
+    return key in ("step", "rounds")
+
+
 def is_shaped(key: str) -> bool:
     """Whether a state entry has its parameter's shape: it is neither a count nor state of a unit (``name.unit``)."""
-    return "." not in key and key not in ("step", "rounds")
+    return "." not in key and not is_count(key)
+
+
+def check_groups(optimizer: MatrixOptimizer, saved_groups: Sequence[Group]) -> None:
+    """Refuses groups of a newer version, of another rule or of another number.
+
+    Raises:
+        ValueError: saying which.
+    """
+    newest = max((g.get("state_version", STATE_VERSION) for g in saved_groups), default=STATE_VERSION)
+    if newest > STATE_VERSION:
+        raise ValueError(
+            f"the optimizer state has version {newest}, this hf_emopt reads up to {STATE_VERSION}: upgrade it"
+        )
+    rules = {g["rule"] for g in saved_groups if "rule" in g} - {optimizer.rule.name}
+    if rules:
+        raise ValueError(
+            f"another optimizer saved it: the optimizer state is of {', '.join(sorted(rules))}, this optimizer is "
+            f"{optimizer.rule.name}"
+        )
+    if len(saved_groups) != len(optimizer.param_groups):
+        raise ValueError(
+            f"the optimizer state has {len(saved_groups)} parameter groups, this optimizer {len(optimizer.param_groups)} "
+            f"({', '.join(g['name'] for g in optimizer.param_groups)}); were layers frozen or routed differently?"
+        )
 
 
 def matched(optimizer: MatrixOptimizer, state_dict: dict[str, Any]) -> tuple[dict[str, dict[str, Any]], list[Group]]:
@@ -59,22 +88,7 @@ def matched(optimizer: MatrixOptimizer, state_dict: dict[str, Any]) -> tuple[dic
             "this optimizer state is one rank's part of a DeepSpeed ZeRO checkpoint: `hf-emopt convert CHECKPOINT OUTPUT` "
             "makes of all ranks' files one that every layout loads"
         )
-    newest = max((g.get("state_version", STATE_VERSION) for g in saved_groups), default=STATE_VERSION)
-    if newest > STATE_VERSION:
-        raise ValueError(
-            f"the optimizer state has version {newest}, this hf_emopt reads up to {STATE_VERSION}: upgrade it"
-        )
-    rules = {g["rule"] for g in saved_groups if "rule" in g} - {optimizer.rule.name}
-    if rules:
-        raise ValueError(
-            f"another optimizer saved it: the optimizer state is of {', '.join(sorted(rules))}, this optimizer is "
-            f"{optimizer.rule.name}"
-        )
-    if len(saved_groups) != len(optimizer.param_groups):
-        raise ValueError(
-            f"the optimizer state has {len(saved_groups)} parameter groups, this optimizer {len(optimizer.param_groups)} "
-            f"({', '.join(g['name'] for g in optimizer.param_groups)}); were layers frozen or routed differently?"
-        )
+    check_groups(optimizer, saved_groups)
     saved_groups = _in_live_order(saved_groups, optimizer.param_groups)
     by_name: dict[str, dict[str, Any]] = {}
     parts = optimizer.units_of_slices()

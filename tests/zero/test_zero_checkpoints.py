@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness import World, Worlds
-from zero_runs import config, continued, continued_plainly, reference, resumed, saved
+from zero_runs import config, continued, continued_plainly, reference, resumed, saved, saved_again
 from zoo import assert_close
 
 from hf_emopt.checkpoint_files import CheckpointError
@@ -58,6 +58,17 @@ def test_converted_continues_everywhere(
     everywhere += worlds[3].run(continued, rule=rule, settings=config(other), folder=target, steps=(3, 5))
     for found in everywhere:
         assert_close(found, wanted, 1e-5)
+
+
+def test_what_is_saved_right_after_loading_is_what_was_loaded(two: World, tmp_path: Path) -> None:
+    first, again = tmp_path / "first", tmp_path / "again"
+    two.run(saved, rule="soap", settings=config(2), folder=str(first), steps=1)
+    two.run(saved_again, rule="soap", settings=config(2), folder=str(first), again=str(again))
+    wanted, found = read_deepspeed(first), read_deepspeed(again)
+    assert found["state"].keys() == wanted["state"].keys()
+    assert any("." in key for entry in wanted["state"].values() for key in entry)
+    for index, entry in wanted["state"].items():
+        torch.testing.assert_close(found["state"][index], entry, rtol=0, atol=0)
 
 
 def test_files_that_are_not_whole_are_named(two: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

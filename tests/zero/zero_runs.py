@@ -250,6 +250,14 @@ def saved(rule: str, settings: dict[str, Any], folder: str, steps: int) -> None:
         engine.save_checkpoint(folder)
 
 
+def saved_again(rule: str, settings: dict[str, Any], folder: str, again: str) -> None:
+    """Loads, and saves without a step between."""
+    model = zoo()
+    with initialized(model, build(model, rule), settings) as engine:
+        engine.load_checkpoint(folder)
+        engine.save_checkpoint(again)
+
+
 def continued(rule: str, settings: dict[str, Any], folder: str, steps: tuple[int, int]) -> dict[str, Tensor]:
     """Master weights after more steps from a converted checkpoint, under DeepSpeed."""
     model = zoo()
