@@ -67,7 +67,7 @@ class Passes:
         )
 
     def possible(self, runs: Runs | None) -> bool:
-        """Whether :meth:`momentum` can do it, as far as the targets are not to blame."""
+        """Whether :meth:`momentum` can do it, if the targets are of one dtype and contiguous."""
         if runs is None or not self.parts or self.rule.momentum_form(self.group) is None:
             return False
         device = self.parts[0].weight.device
@@ -76,9 +76,12 @@ class Passes:
         return runs_work(device) and wide and fits([p.grad for p in self.parts], device) and fits(buffers, device)
 
     def momentum(self, runs: Runs | None, targets: Sequence[Tensor]) -> bool:
-        """Momentum with the result on the right of ``runs``; ``False``, and nothing done, where that is not possible."""
+        """Momentum, where it is :meth:`possible`, with the result on the right of ``runs``.
+
+        ``False``, and nothing done, where the targets are of several dtypes.
+        """
         form = self.rule.momentum_form(self.group)
-        if runs is None or form is None or not self.possible(runs) or not fits(targets, self.parts[0].weight.device):
+        if runs is None or form is None or not fits(targets, self.parts[0].weight.device):
             return False
         buffers = [p.state["momentum_buffer"] for p in self.parts]
         runs.momentum([p.grad for p in self.parts], buffers, targets, *form, self.ok)

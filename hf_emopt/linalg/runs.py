@@ -7,6 +7,7 @@ elsewhere a caller uses torch's foreach functions, which do the same sums.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from hf_emopt.linalg.triton.runtime import interpreting, supported
 
-__all__ = ["Runs", "all_finite", "contiguous_run", "fits", "runs_work"]
+__all__ = ["Runs", "all_finite", "contiguous_run", "fits", "runs_work", "whole_tensors"]
 
 Index = tuple[slice, ...]
 
@@ -233,19 +234,17 @@ def fits(tensors: Sequence[Tensor], device: torch.device) -> bool:
     return dtype in _DTYPES and all(t.dtype == dtype and t.is_contiguous() and t.device == device for t in tensors)
 
 
-_whole: dict[tuple[int, ...], Runs] = {}
+@functools.lru_cache(maxsize=64)
+def whole_tensors(sizes: tuple[int, ...]) -> Runs:
+    """Tensors of so many elements, each of them one run in both lists."""
+    return Runs([(k, 0, k, 0, size) for k, size in enumerate(sizes)])
 
 
 def all_finite(tensors: Sequence[Tensor]) -> Tensor:
     """Scalar bool on the device: whether every number in contiguous tensors of one dtype and device is finite."""
     from hf_emopt.linalg.triton.run_launch import launch_finite
 
-    sizes = tuple(t.numel() for t in tensors)
-    if sizes not in _whole:
-        if len(_whole) > 64:
-            _whole.clear()
-        _whole[sizes] = Runs([(k, 0, k, 0, size) for k, size in enumerate(sizes)])
-    runs = _whole[sizes]
+    runs = whole_tensors(tuple(t.numel() for t in tensors))
     flag = torch.ones((), dtype=torch.int32, device=tensors[0].device)
     if len(runs):
         launch_finite(runs._prepared([runs._on_left(tensors)], tensors[0].device), tensors, flag)

@@ -15,6 +15,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from hf_emopt.linalg.runs import whole_tensors
 from hf_emopt.linalg.triton import configs, runtime
 
 __all__ = [
@@ -308,9 +309,8 @@ def momentum_cast(
         )
     plain = all(x.is_contiguous() for x in (grad, buffer, out)) and buffer.dtype == torch.float32 and buffer.numel() > 0
     if backend != "torch" and plain and (kernels_pay(grad.device) or backend == "triton"):
-        from hf_emopt.linalg.triton.elementwise_launch import momentum_cast as launch
-
-        return launch(grad, buffer, out, momentum, nesterov, ok)
+        whole_tensors((grad.numel(),)).momentum([grad], [buffer], [out], momentum, nesterov, ok)
+        return out
     g = grad.to(buffer.dtype).view_as(buffer)
     if ok is not None:
         g = torch.where(ok, g, buffer)

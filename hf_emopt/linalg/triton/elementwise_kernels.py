@@ -1,4 +1,4 @@
-"""Normalization with a cast, and the momentum step with a cast: memory-bound passes over float data.
+"""Normalization with a cast: memory-bound passes over float data.
 
 The norm is taken in float32 with the power of two of the largest element split off, block by block, so that squares
 neither overflow nor vanish, and partial sums are added in a fixed order: the result does not depend on timing.
@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["cast_kernel", "momentum_kernel", "sum_of_squares_kernel"]
+__all__ = ["cast_kernel", "sum_of_squares_kernel"]
 
 
 @triton.jit
@@ -91,30 +91,3 @@ def cast_kernel(
         x = tl.load(x_ptr + batch * x_batch + index, mask=index < size, other=0.0).to(tl.float32)
         y = _times_power_of_two(x, -largest) * scale
         tl.store(y_ptr + batch * y_batch + index, y.to(y_ptr.dtype.element_ty), mask=index < size)
-
-
-@triton.jit
-def momentum_kernel(
-    grad_ptr,
-    buffer_ptr,
-    out_ptr,
-    ok_ptr,
-    size,
-    momentum,
-    NESTEROV: tl.constexpr,
-    HAS_OK: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """``m += (1 - mu) (g - m)``, and ``g + mu (m - g)`` or ``m`` to the output; ``g = m`` where ``ok`` is false."""
-    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = index < size
-    buffer = tl.load(buffer_ptr + index, mask=inside, other=0.0)
-    grad = tl.load(grad_ptr + index, mask=inside, other=0.0).to(buffer.dtype)
-    if HAS_OK:
-        grad = tl.where(tl.load(ok_ptr) != 0, grad, buffer)
-    buffer += (1.0 - momentum) * (grad - buffer)
-    tl.store(buffer_ptr + index, buffer, mask=inside)
-    update = buffer
-    if NESTEROV:
-        update = grad + momentum * (buffer - grad)
-    tl.store(out_ptr + index, update.to(out_ptr.dtype.element_ty), mask=inside)

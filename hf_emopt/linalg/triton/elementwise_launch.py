@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from hf_emopt.linalg.triton.launching import launch, specialization
-from hf_emopt.linalg.triton.runtime import interpreting, multiprocessors, on
+from hf_emopt.linalg.triton.runtime import multiprocessors
 
-__all__ = ["momentum_cast", "normalize_cast"]
+__all__ = ["normalize_cast"]
 
 _BLOCK = 4096
-_MOMENTUM_BLOCK = 2048
 
 
 def _chunk(size: int, batch: int, device: torch.device) -> int:
@@ -48,27 +47,4 @@ def normalize_cast(x: Tensor, factor: float, out: Tensor) -> Tensor:
     key = ("cast", specialization((x, out, exponents, sums), integers), chunk, parts, x.device)
     arguments = (x, out, exponents, sums, *integers, factor, chunk, _BLOCK, parts)
     launch(cast_kernel, key, batch * chunks, arguments, options, x.device)
-    return out
-
-
-def momentum_cast(
-    grad: Tensor, buffer: Tensor, out: Tensor, momentum: float, nesterov: bool, ok: Tensor | None
-) -> Tensor:
-    """One pass over contiguous tensors of one size; see :func:`elementwise_kernels.momentum_kernel`."""
-    from hf_emopt.linalg.triton.elementwise_kernels import momentum_kernel
-
-    block = 256 if interpreting() else _MOMENTUM_BLOCK
-    with on(grad.device):
-        momentum_kernel[(-(-grad.numel() // block),)](
-            grad,
-            buffer,
-            out,
-            buffer if ok is None else ok.view(torch.uint8),
-            grad.numel(),
-            momentum,
-            NESTEROV=nesterov,
-            HAS_OK=ok is not None,
-            BLOCK=block,
-            num_warps=4,
-        )
     return out
