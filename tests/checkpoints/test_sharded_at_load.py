@@ -19,22 +19,18 @@ from transformers import (
     Trainer,
     TrainingArguments,
 )
-from zoo import assert_close, weights
+from zoo import TINY, TINY_EXPERTS, assert_close, weights
 
 import hf_emopt
 
-COMMON: dict[str, Any] = {
-    "vocab_size": 48, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 32, "pad_token_id": 0,
-}  # fmt: skip
 STEPS = 4
 
 
 def fresh(family: str) -> nn.Module:
     torch.manual_seed(0)
     if family == "llama":
-        return LlamaForCausalLM(LlamaConfig(**COMMON))
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**COMMON, moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2))
+        return LlamaForCausalLM(LlamaConfig(**TINY))
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**TINY, **TINY_EXPERTS))
 
 
 def samples() -> list[dict[str, Tensor]]:

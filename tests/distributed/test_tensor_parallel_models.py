@@ -17,7 +17,7 @@ import torch
 from harness import Worlds
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from transformers import (
     AutoModelForCausalLM,
@@ -32,19 +32,14 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
-from zoo import RULES, SAMPLES, build, coefficients, steps_of, weights
+from zoo import RULES, TINY, TINY_EXPERTS, build, distribute, give_gradients, steps_of, weights
 
-COMMON: dict[str, Any] = {
-    "vocab_size": 48, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 32, "pad_token_id": 0,
-}  # fmt: skip
-MOE = {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
 FAMILIES: dict[str, Callable[[], nn.Module]] = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**COMMON)),
-    "llama-one-kv-head": lambda: LlamaForCausalLM(LlamaConfig(**{**COMMON, "num_key_value_heads": 1})),
-    "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**COMMON, tie_word_embeddings=True)),
-    "qwen3-moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**COMMON, **MOE)),
-    "gpt-oss": lambda: GptOssForCausalLM(GptOssConfig(**COMMON, num_local_experts=4, num_experts_per_tok=2)),
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**TINY)),
+    "llama-one-kv-head": lambda: LlamaForCausalLM(LlamaConfig(**{**TINY, "num_key_value_heads": 1})),
+    "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**TINY, tie_word_embeddings=True)),
+    "qwen3-moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**TINY, **TINY_EXPERTS)),
+    "gpt-oss": lambda: GptOssForCausalLM(GptOssConfig(**TINY, num_local_experts=4, num_experts_per_tok=2)),
     "gpt2": lambda: GPT2LMHeadModel(
         GPT2Config(vocab_size=48, n_embd=32, n_head=4, n_layer=1, n_positions=32, bos_token_id=0, eos_token_id=0)
     ),
@@ -70,20 +65,21 @@ def sharded(family: str, folder: str, sizes: dict[str, int]) -> nn.Module:
     """The model on this rank."""
     from transformers.distributed import DistributedConfig
 
-    if family not in BY_HAND:
+    if family not in BY_HAND or "tp_size" not in sizes:
         return AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(**sizes))
     model = fresh(family)
     tp, fsdp = sizes["tp_size"], sizes.get("fsdp_size", 1)
     names = ("fsdp", "tp") if fsdp > 1 else ("tp",)
     mesh = init_device_mesh("cpu", (fsdp, tp) if fsdp > 1 else (tp,), mesh_dim_names=names)
-    for name, parameter in list(model.named_parameters()):
+
+    def placements(name: str) -> list[Any] | None:
         dim = next((d for pattern, d in BY_HAND[family].items() if re.search(pattern, name)), None)
-        cut: Any = Replicate() if dim is None else Shard(dim)
+        if fsdp == 1:
+            return None if dim is None else [Shard(dim)]
         rows: Any = _StridedShard(0, split_factor=tp) if dim == 0 else Shard(0)
-        if dim is not None or fsdp > 1:
-            value = distribute_tensor(parameter.detach(), mesh, (rows, cut) if fsdp > 1 else (cut,), src_data_rank=None)
-            owner, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(owner), leaf, nn.Parameter(value))
+        return [rows, Replicate() if dim is None else Shard(dim)]
+
+    distribute(model, mesh, placements)
     if hasattr(model, "tie_weights"):
         model.tie_weights()
     return model
@@ -94,14 +90,10 @@ def stepped(model: nn.Module, rule: str, **options: Any) -> dict[str, Any]:
     before = [(p, p.detach().clone()) for p in model.parameters()]
     optimizer = build(model, rule, **options)
     for step in range(steps_of(rule)):
-        wanted = coefficients(model, step, range(SAMPLES), 1 / 32)
-        for name, parameter in model.named_parameters():
-            grad = wanted[name]
-            if isinstance(parameter, DTensor):
-                grad = distribute_tensor(grad, parameter.device_mesh, parameter.placements, src_data_rank=None)
-            parameter.grad = grad
+        give_gradients(model, step)
         optimizer.step()
-    found = {"weights": weights(model), "transforms": optimizer.transform_count}
+    modes = {choice.mode for choice in optimizer._choices}
+    found = {"weights": weights(model), "transforms": optimizer.transform_count, "modes": modes}
     with torch.no_grad():
         for parameter, value in before:
             parameter.copy_(value)
@@ -155,7 +147,11 @@ CASES = [
     pytest.param("gpt2", {"tp_size": 2, "fsdp_size": 2}, id="gpt2-fsdp2-tp2", marks=EXTRA),
     pytest.param("llama", {"fsdp_size": 2, "dp_replicate_size": 2}, id="llama-hsdp", marks=EXTRA),
     pytest.param("qwen3-moe", {"fsdp_size": 2, "dp_replicate_size": 2}, id="qwen3-moe-hsdp", marks=EXTRA),
+    pytest.param("gemma3", {"fsdp_size": 2, "dp_replicate_size": 2}, id="gemma3-hsdp", marks=EXTRA),
+    pytest.param("gpt-oss", {"fsdp_size": 2, "dp_replicate_size": 2}, id="gpt-oss-hsdp", marks=EXTRA),
+    pytest.param("gpt2", {"fsdp_size": 2, "dp_replicate_size": 2}, id="gpt2-hsdp", marks=EXTRA),
     pytest.param("qwen3-moe", {"fsdp_size": 4, "ep_size": 2}, id="qwen3-moe-fsdp2-ep2", marks=EXTRA),
+    pytest.param("gpt-oss", {"fsdp_size": 4, "ep_size": 2}, id="gpt-oss-fsdp2-ep2", marks=EXTRA),
 ]
 
 
@@ -171,5 +167,7 @@ def test_weights_are_those_of_one_process(worlds: Worlds, tmp_path: Path, family
         for rank, result in enumerate(results):
             found = errors(result["found"][key]["weights"], wanted["weights"])
             bad |= {(*key, rank, name): error for name, error in found.items() if not error <= 1e-5}
+            if "tp_size" in sizes and key[1] in ("duplicated", "distributed"):
+                assert key[1] in result["found"][key]["modes"]
         assert sum(result["found"][key]["transforms"] for result in results) == wanted["transforms"]
     assert not bad

@@ -44,6 +44,15 @@ RULES: dict[str, Optimizer] = {
 }
 
 
+TINY: dict[str, Any] = {
+    "vocab_size": 48, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 32, "pad_token_id": 0,
+}  # fmt: skip
+"""Configuration of language models that transformers can shard while it loads them."""
+
+TINY_EXPERTS: dict[str, Any] = {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
+
+
 class Block(nn.Module):
     """Modules as a model would hold them; the loss is linear in their weights, with prescribed coefficients."""
 
