@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -108,7 +109,5 @@ def refused(case: str) -> str:
     ],
 )
 def test_refused(two: World, case: str, message: str) -> None:
-    import re
-
     for error in two.run(refused, case=case):
         assert re.search(message, error), error

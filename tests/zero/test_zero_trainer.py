@@ -66,8 +66,8 @@ def test_accelerate_saves_and_loads(two: World, tmp_path: Path, stage: int) -> N
 
 
 def test_trainer_resumes_here_and_elsewhere(worlds: Worlds, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two steps at ZeRO-2, then two more: at ZeRO-2 from DeepSpeed's files, and from what `convert` makes of them at ZeRO-3
-    on three ranks, under DDP and in one process."""
+    """Two steps at ZeRO-2, then two more: at ZeRO-2 from DeepSpeed's files, and at ZeRO-3 and under DDP from what `convert`
+    makes of them."""
     folder = str(tmp_path / "straight")
     config = {"per_device_train_batch_size": 4, "logging_strategy": "no"}
     straight = worlds[2].run(
@@ -96,7 +96,7 @@ def test_trainer_resumes_here_and_elsewhere(worlds: Worlds, tmp_path: Path, caps
     target = str(tmp_path / "checkpoint-2")
     assert main(["convert", checkpoint, target]) == 0
     assert problem_with(target) is None
-    elsewhere = worlds[2].run(trainer_run, folder=str(tmp_path / "three"), config=settings(3), resume=target, **config)
+    elsewhere = worlds[2].run(trainer_run, folder=str(tmp_path / "zero3"), config=settings(3), resume=target, **config)
     elsewhere += worlds[2].run(
         ranks.train, folder=str(tmp_path / "ddp"), layout="ddp", world_size=2, resume=target, **config
     )

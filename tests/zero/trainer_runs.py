@@ -21,16 +21,15 @@ import hf_emopt
 from hf_emopt.integrations.registry import unwrap_optimizer
 
 
-def settings(stage: int, bf16: bool = False, auto: bool = True, **zero: Any) -> dict[str, Any]:
+def settings(stage: int, auto: bool = True) -> dict[str, Any]:
     """A DeepSpeed configuration for ``Trainer``, which fills in what is ``"auto"``."""
     return {
         "train_batch_size": "auto" if auto else GLOBAL_BATCH,
         "train_micro_batch_size_per_gpu": "auto" if auto else GLOBAL_BATCH // dist.get_world_size(),
         "gradient_accumulation_steps": "auto" if auto else 1,
         "gradient_clipping": "auto" if auto else 1.0,
-        "zero_optimization": {"stage": stage, **zero},
+        "zero_optimization": {"stage": stage},
         "steps_per_print": 10**9,
-        **({"bf16": {"enabled": True}} if bf16 else {}),
     }
 
 
@@ -41,9 +40,8 @@ def fresh_deepspeed() -> Iterator[None]:
 
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     _reset()
-    environment = dict(
-        os.environ
-    )  # ACCELERATE_USE_DEEPSPEED and its like stay set, and would make the next run one of these
+    # ACCELERATE_USE_DEEPSPEED and its like stay set, and would make the next run one of these.
+    environment = dict(os.environ)
     try:
         yield
     finally:
@@ -100,7 +98,6 @@ def trainer_run(
         assert optimizer is not None
         result = {
             "weights": whole_weights(trainer.model),
-            "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
             "logs": [entry for entry in trainer.state.log_history if "learning_rate" in entry],
             "transforms": optimizer.transform_count,
             "wrapper": type(trainer.deepspeed.optimizer).__name__,

@@ -165,7 +165,8 @@ def trained(rule: str, settings: dict[str, Any], steps: int, **options: Any) -> 
     """Trains the zoo under a configuration.
 
     Returns:
-        Master weights, model weights, matrices transformed on this rank, the plan as text.
+        Master weights, model weights, matrices transformed on this rank, the name of DeepSpeed's wrapper (``None`` for
+        none), and this rank's runs of the gradients.
     """
     model = zoo()
     optimizer = build(model, rule, **options)
@@ -178,8 +179,7 @@ def trained(rule: str, settings: dict[str, Any], steps: int, **options: Any) -> 
             "weights": after,
             "model": model_weights(engine),
             "transforms": optimizer.transform_count,
-            "explain": optimizer.explain(),
-            "wrapper": type(engine.optimizer).__name__,
+            "wrapper": None if engine.optimizer is optimizer else type(engine.optimizer).__name__,
             "gradients": dict(gradients.steps),
         }
 
