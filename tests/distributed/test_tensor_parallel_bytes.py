@@ -12,6 +12,9 @@ from harness import World, Worlds
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+from transformers import MixtralConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from zoo import (
     RULES,
     SAMPLES,
@@ -96,6 +99,27 @@ def test_two_gram_matrices_a_step_instead_of_five(two: World) -> None:
 def test_the_wire_is_as_wide_as_asked_for(two: World, mode: str) -> None:
     for found in two.run(messages, rule="muon", mode=mode, dim=1, world=2, transport_dtype="bfloat16"):
         assert found == formula("muon", mode, 1, 2, wire=2)
+
+
+def expert_traffic() -> tuple[int, int]:
+    """Elements received in the second step, and matrices transformed in two: eight experts, two on a rank."""
+    torch.manual_seed(0)
+    model = MixtralExperts(MixtralConfig(hidden_size=10, intermediate_size=6, num_local_experts=8))
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.25)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+    distribute(model, mesh, lambda name: [_StridedShard(0, split_factor=2), Shard(0)])
+    optimizer = build(model, "muon")
+    for step in range(2):  # groups are opened in the first
+        give_gradients(model, step)
+        with CollectiveCounter() as counter:
+            optimizer.step()
+    return sum(t.received for t in counter.traffic if t.dtype.is_floating_point), optimizer.transform_count
+
+
+def test_nothing_travels_for_experts_that_a_rank_has(worlds: Worlds) -> None:
+    for found in worlds[4].run(expert_traffic):
+        assert found == (0, 2 * 2 * 3)  # two steps of two experts; gate, up and down of each
 
 
 # ---------------------------------------------------------------------- blockwise

@@ -19,7 +19,10 @@ from zoo import RULES, assert_close, build, distribute, full, give_gradients, ma
 
 import hf_emopt
 from hf_emopt.arranging import ModeOverrides
+from hf_emopt.distributed.plan import make_plan
+from hf_emopt.engine import build_grids
 from hf_emopt.integrations.optim_args import parse_optim_args
+from hf_emopt.linalg.newton_schulz import newton_schulz_flops
 
 
 def cut(model: nn.Module, dims: dict[str, int], names: tuple[str, ...] | None = ("tp",), size: int = 2) -> nn.Module:
@@ -66,6 +69,24 @@ class TestAuto:
         for found in two.run(choices, shapes=[LARGE, (64, 64), (8, 8)], dims={"m": 0}):
             assert "blockwise" not in found["modes"].values()
             assert "blockwise" not in found["explained"]
+
+
+def loads(mode: str, placements: tuple[Any, ...]) -> list[int]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    model = distribute(matrices([(64, 64)] * 4), mesh, lambda name: placements)
+    return make_plan(
+        build(model, "muon", tensor_parallel=mode).planned_parameters(build_grids(list(model.named_parameters()), None))
+    ).loads()
+
+
+@pytest.mark.parametrize("placements", [(Shard(0), Shard(1)), (_StridedShard(0, split_factor=2), Shard(0))])
+@pytest.mark.parametrize("mode", ["layerwise", "duplicated", "distributed"])
+def test_work_is_even_over_both_dimensions(worlds: Worlds, mode: str, placements: tuple[Any, ...]) -> None:
+    """Four matrices of one size: one to each rank, or two to each pair of ranks that transforms them together."""
+    each = newton_schulz_flops(64, 64) * (2 if mode == "duplicated" else 1)
+    for found in worlds[4].run(loads, mode=mode, placements=placements):
+        assert len(set(found)) == 1
+        assert mode == "distributed" or found == [each] * 4
 
 
 class TestMeshes:
