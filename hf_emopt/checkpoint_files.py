@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
+from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
@@ -23,12 +25,15 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_distribu
 
 __all__ = [
     "CheckpointError",
+    "find_fsdp_weights",
     "find_optimizer_state",
     "newest_checkpoint",
     "problem_with",
     "read_distributed",
     "read_file",
+    "read_fsdp_weights",
     "read_optimizer_state",
+    "read_safetensors",
 ]
 
 _FOLDER = re.compile(r"^checkpoint-(\d+)$")
@@ -160,6 +165,26 @@ def find_optimizer_state(path: str | Path) -> Path | None:
         if (path / name).is_file():
             return path / name
     return path / "optimizer_0" if (path / "optimizer_0").is_dir() else None
+
+
+def find_fsdp_weights(folder: Path) -> Path | None:
+    """The file or folder with the weights that ``Trainer`` saved under FSDP, or ``None``."""
+    file, shards = folder / "pytorch_model_fsdp.bin", folder / "pytorch_model_fsdp_0"
+    return file if file.is_file() else shards if shards.is_dir() else None
+
+
+def read_fsdp_weights(path: Path) -> dict[str, Tensor]:
+    """What :func:`find_fsdp_weights` has found, whole and on the host."""
+    state = read_file(path) if path.is_file() else read_distributed(path)
+    weights: dict[str, Tensor] = state.get("model", state)
+    return weights
+
+
+def read_safetensors(folder: Path) -> dict[str, Tensor]:
+    """Weights from ``model.safetensors`` or the files that it was cut into; empty where there are none."""
+    return {
+        name: tensor for file in sorted(folder.glob("model*.safetensors")) for name, tensor in load_file(file).items()
+    }
 
 
 def read_optimizer_state(path: str | Path, only_description: bool = False) -> dict[str, Any]:

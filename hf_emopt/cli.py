@@ -52,7 +52,7 @@ def _add_inspect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "inspect",
         help="what is in a checkpoint: rules, steps, dtypes and bytes of each parameter",
         description="Describes the optimizer's state in a Trainer or Accelerate checkpoint, in a file such as optimizer.pt, "
-        "or in a folder of torch.distributed.checkpoint. Runs no code from it and reads no tensors.",
+        "or in a folder of torch.distributed.checkpoint or of DeepSpeed. Runs no code from it and reads no tensors.",
     )
     inspect.add_argument("checkpoint", help="a folder or a file")
     inspect.add_argument("--json", action="store_true", help="print JSON")

@@ -6,20 +6,21 @@ tensors and plain values, DeepSpeed's own classes come out as empty shells and e
 
 from __future__ import annotations
 
-import json
 import pickle
 import re
 import shutil
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
-from hf_emopt.checkpoint_files import CheckpointError
+from hf_emopt.checkpoint_files import CheckpointError, read_safetensors
 from hf_emopt.flat_checkpoints import FLATS, SHAPES, SPANS, is_runs, merged, whole_of
+from hf_emopt.state import is_count
 
 __all__ = ["convert", "find_deepspeed", "layout_of", "read_deepspeed", "read_deepspeed_weights"]
 
@@ -67,8 +68,11 @@ _PICKLE = SimpleNamespace(
 
 
 def _load(path: Path) -> dict[str, Any]:
+    """A file, mapped into memory: what is not used is not read."""
     try:
-        value: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=False, pickle_module=_PICKLE)
+        value: dict[str, Any] = torch.load(
+            path, map_location="cpu", weights_only=False, pickle_module=_PICKLE, mmap=zipfile.is_zipfile(path)
+        )
     except Exception as error:
         cause = str(error).strip().split("\n")[0] or type(error).__name__
         raise CheckpointError(f"{path} ({path.stat().st_size} bytes) cannot be read: {cause}") from error
@@ -121,18 +125,32 @@ def _state_of(part: dict[str, Any], folder: Path) -> dict[str, Any]:
     return part
 
 
-def read_deepspeed(path: str | Path) -> dict[str, Any]:
+def read_deepspeed(path: str | Path, only_description: bool = False) -> dict[str, Any]:
     """The whole ``state_dict`` of the optimizer in a checkpoint of DeepSpeed, on the host.
+
+    Args:
+        path: as in :func:`convert`.
+        only_description: tensors other than counts come without their contents, on the meta device.
 
     Raises:
         CheckpointError: naming the file and what is wrong with it.
     """
     folder = _found(path)
-    states = [_state_of(part, folder) for part in _parts(folder)]
+    return _whole_state(folder, _parts(folder), only_description)
+
+
+def _whole_state(folder: Path, parts: list[dict[str, Any]], only_description: bool = False) -> dict[str, Any]:
+    states = [_state_of(part, folder) for part in parts]
+    if only_description:
+        states = [{**state, "state": {i: _described(entry) for i, entry in state["state"].items()}} for state in states]
     try:
         return merged(states) if is_runs(states[0]) else states[0]
     except ValueError as error:
         raise CheckpointError(f"{folder}: {error}") from error
+
+
+def _described(entry: dict[str, Any]) -> dict[str, Any]:
+    return {key: value if is_count(key) else value.to("meta") for key, value in entry.items()}
 
 
 def read_deepspeed_weights(path: str | Path) -> dict[str, Tensor]:
@@ -142,7 +160,10 @@ def read_deepspeed_weights(path: str | Path) -> dict[str, Tensor]:
         CheckpointError: naming the file and what is wrong with it.
     """
     folder = _found(path)
-    parts = _parts(folder)
+    return _whole_weights(folder, _parts(folder))
+
+
+def _whole_weights(folder: Path, parts: list[dict[str, Any]]) -> dict[str, Tensor]:
     states = [_state_of(part, folder) for part in parts]
     groups = states[0]["param_groups"]
     weights: dict[str, Tensor] = {}
@@ -186,8 +207,9 @@ def convert(path: str | Path, output: str | Path) -> list[str]:
     Args:
         path: a ``Trainer`` checkpoint, a folder of ``engine.save_checkpoint`` or of Accelerate, or the folder of its files.
         output: a folder that does not exist, or is empty. It gets ``optimizer.pt`` with the whole state,
-            ``model.safetensors`` with the weights (trained ones in float32, others as they were saved), and what else a
-            ``Trainer`` checkpoint holds, ``trainer_state.json`` last.
+            ``model.safetensors`` with the weights (trained ones in float32, others as they were saved, but none of these
+            where ZeRO-3 has saved no ``model.safetensors``), and what else a ``Trainer`` checkpoint holds,
+            ``trainer_state.json`` last.
 
     Returns:
         Names of the files.
@@ -199,7 +221,8 @@ def convert(path: str | Path, output: str | Path) -> list[str]:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"{target} exists and is not empty: name another folder")
     folder = _found(source)
-    state, weights = read_deepspeed(source), read_deepspeed_weights(source)
+    parts = _parts(folder)
+    state, weights = _whole_state(folder, parts), _whole_weights(folder, parts)
     target.mkdir(parents=True, exist_ok=True)
     torch.save(state, target / "optimizer.pt")
     plain = {
@@ -214,9 +237,9 @@ def convert(path: str | Path, output: str | Path) -> list[str]:
 
 def _other_weights(source: Path, folder: Path, trained: dict[str, Tensor]) -> dict[str, Tensor]:
     """Frozen parameters and buffers: from the model's own file, or from DeepSpeed's."""
-    files = sorted(source.glob("model*.safetensors"))
-    if files:
-        return {name: t for file in files for name, t in load_file(file).items()}
+    saved = read_safetensors(source)
+    if saved:
+        return saved
     path = folder / _MODEL_FILE
     module = _load(path)["module"] if path.is_file() else {}
     known = {tensor.data_ptr() for name, tensor in module.items() if name in trained}
@@ -231,4 +254,4 @@ def _copy_rest(source: Path, folder: Path, target: Path) -> None:
             shutil.copy2(item, target / item.name)
     state = source / "trainer_state.json"
     if state.is_file():
-        (target / "trainer_state.json").write_text(json.dumps(json.loads(state.read_text()), indent=2))
+        shutil.copy2(state, target / state.name)

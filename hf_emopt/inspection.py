@@ -82,13 +82,14 @@ def inspect_checkpoint(path: str | Path) -> CheckpointReport:
 
     Args:
         path: a ``Trainer`` or Accelerate checkpoint, a file of ``torch.save``, a folder of
-            ``torch.distributed.checkpoint``, or of DeepSpeed's files, of which the tensors are read.
+            ``torch.distributed.checkpoint``, or of DeepSpeed's files.
 
     Raises:
         hf_emopt.checkpoint_files.CheckpointError: a ``ValueError`` that names the file and what is wrong with it.
     """
     by_rank = find_deepspeed(path)
-    state = read_optimizer_state(path, only_description=True) if by_rank is None else read_deepspeed(path)
+    read = read_optimizer_state if by_rank is None else read_deepspeed
+    state = read(path, only_description=True)
     groups, parameters = [], []
     for number, group in enumerate(state["param_groups"]):
         label = str(group.get("name", f"group {number}"))

@@ -28,10 +28,10 @@ from transformers.utils import logging
 
 from hf_emopt.checkpoint_files import (
     CheckpointError,
+    find_fsdp_weights,
     find_optimizer_state,
     newest_checkpoint,
-    read_distributed,
-    read_file,
+    read_fsdp_weights,
     read_optimizer_state,
 )
 from hf_emopt.deepspeed_files import find_deepspeed
@@ -157,15 +157,15 @@ def _loading_model(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def method(self: trainer.Trainer, resume_from_checkpoint: str, model: Any = None) -> None:
         folder = Path(resume_from_checkpoint)
-        file, shards = folder / "pytorch_model_fsdp.bin", folder / "pytorch_model_fsdp_0"
-        by_fsdp = file.is_file() or shards.is_dir()
+        by_fsdp = find_fsdp_weights(folder)
         plain = folder / "model.safetensors"
         target: Any = self.model if model is None else model
-        if not _is_ours(self) or by_fsdp == self.is_fsdp_enabled or not (by_fsdp or plain.is_file()):
+        own = (by_fsdp is not None) == self.is_fsdp_enabled
+        if not _is_ours(self) or own or not (by_fsdp or plain.is_file()):
             original(self, resume_from_checkpoint, model)
-        elif by_fsdp:
-            state = read_file(file) if file.is_file() else read_distributed(shards)
-            target.load_state_dict(state.get("model", state), strict=not getattr(target, "_tied_weights_keys", None))
+        elif by_fsdp is not None:
+            strict = not getattr(target, "_tied_weights_keys", None)
+            target.load_state_dict(read_fsdp_weights(by_fsdp), strict=strict)
         else:
             weights: dict[str, Any] = load_file(plain, device="cpu")
             set_model_state_dict(target, weights, options=StateDictOptions(full_state_dict=True, strict=False))

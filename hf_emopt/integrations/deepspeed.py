@@ -17,6 +17,7 @@ import math
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import accumulate
 from types import ModuleType
 from typing import Any
 
@@ -26,6 +27,7 @@ import torch.distributed as dist
 
 from hf_emopt.distributed.layout import Grid, UnsupportedLayoutError
 from hf_emopt.flattened import Flattened, FlatTensor, cut_each, cut_together
+from hf_emopt.integrations.checkpoints import MARK
 from hf_emopt.integrations.deepspeed_refusals import (
     config_problem,
     refuse_config,
@@ -39,7 +41,6 @@ from hf_emopt.matrix_optimizer import MatrixOptimizer
 __all__ = ["attach", "load_weights", "watch"]
 
 ENGINE_MODULE = "deepspeed.runtime.engine"
-_MARK = "__hf_emopt__"
 
 
 def attach(engine: Any) -> None:
@@ -117,7 +118,7 @@ def _of_bf16_optimizer(wrapper: Any, optimizer: MatrixOptimizer) -> list[FlatTen
         members = wrapper.bf16_groups[index]
         _check_complete(optimizer, index, len(members))
         shapes = [tuple(param.shape) for param in members]
-        offsets = _running([math.prod(shape) for shape in shapes])
+        offsets = [0, *accumulate(math.prod(shape) for shape in shapes)][:-1]
         places = cut_together(shapes, offsets, flat.numel(), grid.shards, grid.shard)
         flats.append(FlatTensor(flat, index, places, grid, flat.device))
     return flats
@@ -165,14 +166,6 @@ def _check_complete(optimizer: MatrixOptimizer, index: int, count: int) -> None:
         )
 
 
-def _running(sizes: list[int]) -> list[int]:
-    starts, total = [], 0
-    for size in sizes:
-        starts.append(total)
-        total += size
-    return starts
-
-
 def _consolidate_before_saving(engine: Any, optimizer: MatrixOptimizer) -> None:
     """Has ``engine.save_checkpoint``, which all ranks call, bring the state that lies with owners together first."""
     original = engine.save_checkpoint
@@ -195,7 +188,7 @@ def watch() -> None:
     module = sys.modules.get(ENGINE_MODULE)
     if module is not None:
         _hook(module)
-    elif not any(getattr(finder, _MARK, False) for finder in sys.meta_path):
+    elif not any(getattr(finder, MARK, False) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
 
@@ -203,7 +196,7 @@ def _watch_accelerate() -> None:
     """Has Accelerate refuse to replace an optimizer of this package by DeepSpeedCPUAdam, which it does without a word."""
     name = "map_pytorch_optim_to_deepspeed"
     original = getattr(accelerate.accelerator, name, None)
-    original = getattr(original, _MARK, original)
+    original = getattr(original, MARK, original)
     if original is None:
         return
 
@@ -214,7 +207,7 @@ def _watch_accelerate() -> None:
             raise ValueError(f"{type(optimizer).__name__} under DeepSpeed: {problem}.")
         return original(optimizer)
 
-    setattr(replaced, _MARK, original)
+    setattr(replaced, MARK, original)
     setattr(accelerate.accelerator, name, replaced)
 
 
@@ -237,7 +230,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         return spec
 
 
-setattr(_Finder, _MARK, True)
+setattr(_Finder, MARK, True)
 
 
 @contextmanager
@@ -255,7 +248,7 @@ def _without_steps(optimizer: MatrixOptimizer) -> Iterator[None]:
 
 def _hook(module: ModuleType) -> None:
     engine_cls = module.DeepSpeedEngine
-    original = getattr(engine_cls._configure_optimizer, _MARK, engine_cls._configure_optimizer)
+    original = getattr(engine_cls._configure_optimizer, MARK, engine_cls._configure_optimizer)
 
     @functools.wraps(original)
     def configure_optimizer(self: Any, client_optimizer: Any, model_parameters: Any) -> None:
@@ -276,5 +269,5 @@ def _hook(module: ModuleType) -> None:
         if isinstance(self.basic_optimizer, MatrixOptimizer):
             attach(self)
 
-    setattr(configure_optimizer, _MARK, original)
+    setattr(configure_optimizer, MARK, original)
     engine_cls._configure_optimizer = configure_optimizer

@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import trainer
 
-from hf_emopt.checkpoint_files import CheckpointError, read_distributed, read_file
+from hf_emopt.checkpoint_files import CheckpointError, find_fsdp_weights, read_fsdp_weights, read_safetensors
 from hf_emopt.deepspeed_files import find_deepspeed, layout_of
+from hf_emopt.distributed.layout import whole_shape
+from hf_emopt.integrations.checkpoints import MARK
 from hf_emopt.matrix_optimizer import MatrixOptimizer
 
 __all__ = ["hook_trainer_resume", "load_weights"]
 
-_MARK = "__hf_emopt__"
 _NAME = "deepspeed_load_checkpoint"
 
 
@@ -32,7 +32,7 @@ def load_weights(engine: Any, weights: Mapping[str, Tensor]) -> None:
             loaded into the module at stages 0 to 2.
 
     Raises:
-        ValueError: naming trained parameters that are missing, or that have another shape.
+        ValueError: naming trained parameters that are missing, or that have another shape; nothing was changed by then.
     """
     optimizer, wrapper = engine.basic_optimizer, engine.optimizer
     if not isinstance(optimizer, MatrixOptimizer):
@@ -40,18 +40,23 @@ def load_weights(engine: Any, weights: Mapping[str, Tensor]) -> None:
     missing = [n for group in optimizer.param_groups for n in group["param_names"] if n not in weights]
     if missing:
         raise ValueError(f"no weights of {', '.join(missing[:5])} ({len(missing)} trained parameters in all)")
+    with optimizer._as_built():
+        for group in optimizer.param_groups:
+            for name, param in zip(group["param_names"], group["params"]):
+                if tuple(weights[name].shape) != whole_shape(param):
+                    raise ValueError(
+                        f"{name} has shape {tuple(weights[name].shape)}, the parameter {whole_shape(param)}"
+                    )
     flattened = optimizer._flattened
     if flattened is None:
         engine.module.load_state_dict(weights, strict=False)
         for group in optimizer.param_groups:
             for name, param in zip(group["param_names"], group["params"]):
-                param.copy_(weights[name].view_as(param))  # float32 copies, where DeepSpeed has them
+                param.copy_(weights[name])  # float32 copies, where DeepSpeed has them
         return
     with flattened.exposed(optimizer):
         for group in optimizer.param_groups:
             for name, part in zip(group["param_names"], group["params"]):
-                if tuple(weights[name].shape) != part.full_shape:
-                    raise ValueError(f"{name} has shape {tuple(weights[name].shape)}, the parameter {part.full_shape}")
                 start, stop = part.span
                 part.local.copy_(weights[name].reshape(-1)[start:stop])
     if hasattr(wrapper, "update_lp_params"):
@@ -68,7 +73,7 @@ def load_weights(engine: Any, weights: Mapping[str, Tensor]) -> None:
 def hook_trainer_resume() -> None:
     """Has ``Trainer`` resume a DeepSpeed run from checkpoints that DeepSpeed did not write. Idempotent."""
     original: Callable[..., Any] | None = getattr(trainer, _NAME, None)
-    original = getattr(original, _MARK, original)
+    original = getattr(original, MARK, original)
     if original is None:
         return
 
@@ -82,21 +87,18 @@ def hook_trainer_resume() -> None:
             return original(engine, checkpoint_path, *args, **kwargs)
         return load_weights(engine, _weights_of(Path(checkpoint_path)))
 
-    setattr(load_checkpoint, _MARK, original)
+    setattr(load_checkpoint, MARK, original)
     setattr(trainer, _NAME, load_checkpoint)
 
 
 def _weights_of(folder: Path) -> dict[str, Tensor]:
     """Whole weights in a checkpoint of ``Trainer`` under DDP, FSDP2 or one process, or of ``hf-emopt convert``."""
-    files = sorted(folder.glob("model*.safetensors"))
-    whole, shards = folder / "pytorch_model_fsdp.bin", folder / "pytorch_model_fsdp_0"
-    if files:
-        return {name: t for file in files for name, t in load_file(file).items()}
-    if not (whole.is_file() or shards.is_dir()):
+    weights, by_fsdp = read_safetensors(folder), find_fsdp_weights(folder)
+    if weights:
+        return weights
+    if by_fsdp is None:
         raise CheckpointError(f"{folder} has neither files of DeepSpeed nor model.safetensors nor pytorch_model_fsdp")
-    state = read_file(whole) if whole.is_file() else read_distributed(shards)
-    found: dict[str, Tensor] = state.get("model", state)
-    return found
+    return read_fsdp_weights(by_fsdp)
 
 
 def _check_layout(engine: Any, folder: Path, checkpoint: str) -> None:

@@ -81,6 +81,13 @@ def test_files_that_are_not_whole_are_named(two: World, tmp_path: Path, capsys: 
         for name, index in zip(group["param_names"], group["params"]):
             key = "momentum_buffer" if group["kind"] == "matrix" else "exp_avg"
             assert state["state"][index][key].shape == weights[name].shape
+    described = read_deepspeed(folder, only_description=True)["state"]
+    for index, entry in state["state"].items():
+        assert {k: (v.shape, v.dtype) for k, v in described[index].items()} == {
+            k: (v.shape, v.dtype) for k, v in entry.items()
+        }
+        assert {k for k, v in described[index].items() if not v.is_meta} == {"step"}
+        assert described[index]["step"] == 1
     (files,) = folder.glob("global_step1")
     (files / "zero_pp_rank_1_mp_rank_00_optim_states.pt").rename(tmp_path / "aside.pt")
     with pytest.raises(CheckpointError, match="is one of a rank missing"):
