@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_emopt.bench.products import compare_products, report_products
 from hf_emopt.bench.timing import device_facts, graphed, time_ms
 from hf_emopt.linalg.coefficients import ResolvedCoefficients, resolve_coefficients
 from hf_emopt.linalg.newton_schulz import newton_schulz
@@ -342,8 +343,10 @@ def run(
         return 0
     rows = compare(chosen)
     print("\n" + report(rows))
+    products = compare_products(chosen)
+    print("\nX X^T alone, ms:\n" + report_products(products))
     path = Path(output)
-    path.write_text(json.dumps({**device_facts(), "rows": rows}, indent=1) + "\n")
+    path.write_text(json.dumps({**device_facts(), "rows": rows, "products": products}, indent=1) + "\n")
     if make_plot and importlib.util.find_spec("matplotlib") is not None:
         plot(rows, path.with_suffix(".png"))
     return 0

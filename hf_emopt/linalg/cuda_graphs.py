@@ -1,9 +1,9 @@
 """Small orthogonalizations as CUDA graphs.
 
 A matrix of some million elements is orthogonalized in less time than a host needs to launch twenty kernels. The second
-call with the same shape records everything between normalization and the last product, and later calls replay it: one
-launch. The recorded part works in memory of its own; the input is read and the result is written where the caller's
-tensors are.
+call with the same shape records everything between normalization and the last product (of the smallest ones normalization
+too, on a copy of the input), and later calls replay it: one launch. The recorded part works in memory of its own; the input
+is read and the result is written where the caller's tensors are.
 
 At most ``_MAX_BYTES`` are kept a device, the least recently used graph going first. Nothing is recorded while somebody else
 records (then the kernels become part of that graph), for problems above ``_MAX_ELEMENTS``, or with

@@ -272,16 +272,32 @@ def _iterate_there(
         batched = (x, out) if x.ndim == 3 else (x[None], out[None])
         small_gram_newton_schulz(batched[0], coefficients, restarts, safety_factor, batched[1])
         return out
-    like = _dense(x, dtype)
     if cuda_graphs.usable(batch, min(x.shape[-2:]), max(x.shape[-2:]), x.device):
+        whole = x.numel() <= _COPIED_ELEMENTS
+        like = _dense(x, x.dtype if whole else dtype)
         places = None if restarts is None else tuple(restarts)
-        key = (tuple(x.shape), like.stride(), tuple(coefficients), places, dtype, backend, kernels_pay(x.device))
-        polynomial, y = cuda_graphs.recorded(
-            key, like, x.device, lambda out: normalize_cast(x, dtype, factor, out=out, backend=backend), work
-        )
+        kind = (like.stride(), like.dtype, dtype, backend, kernels_pay(x.device))
+        key = (tuple(x.shape), *kind, tuple(coefficients), places, safety_factor)
+        if whole:
+            polynomial, y = cuda_graphs.recorded(
+                key,
+                like,
+                x.device,
+                lambda out: out.copy_(x),
+                lambda source: work(normalize_cast(source, dtype, factor, backend=backend)),
+            )
+        else:
+            polynomial, y = cuda_graphs.recorded(
+                key, like, x.device, lambda out: normalize_cast(x, dtype, factor, out=out, backend=backend), work
+            )
     else:
         polynomial, y = work(normalize_cast(x, dtype, factor, backend=backend))
     return _apply(polynomial, y, tall, 1.0 / _scales(y.dtype)[0])
+
+
+# Up to here a copy of the input costs a GPU less than two launches of the normalization cost a host: both become part of
+# the graph.
+_COPIED_ELEMENTS = 2**23
 
 
 # Fewer matrices leave most of a device idle when each has one program.

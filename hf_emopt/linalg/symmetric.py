@@ -184,6 +184,8 @@ def _symmul_into(
     backend: Backend,
 ) -> None:
     config = _pick(a, backend, c is not None)
+    if alpha == 0.0 and backend != "triton":
+        config = None  # no product is asked for
     if config is not None and out.stride(-1) == 1 and (c is None or c.stride(-1) == 1):
         from hf_emopt.linalg.triton.symmetric_launch import symmetric_product
 

@@ -69,11 +69,12 @@ def symmetric_product(config: Config, arch: int, with_c: bool, out: str = "fp16"
     descriptors = {
         "a_desc": factor(config.block_m),
         "b_desc": factor(config.block_n),
+        "side_desc": factor(side),
         "c_desc": block(out, config.block_m, config.block_n),
         "d_desc": block(out, side, side),
     }
     square = config.block_m == config.block_n
-    constants = {**shared, "SQUARE": square, "TRANS": trans, **({"b_desc": None} if square else {})}
+    constants = {**shared, "SQUARE": square, "TRANS": trans, **({"b_desc": None, "side_desc": None} if square else {})}
     if not with_c:
         constants["c_desc"] = None
     kernel = symmetric_kernels.symmetric_product_descriptor_kernel

@@ -5,6 +5,11 @@ order of tiles is a table. Elements above the diagonal are never taken from a pr
 in diagonal tiles too, so that ``D`` is symmetric bit for bit. An iteration on matrices that are symmetric only up to
 rounding amplifies the difference.
 
+A tile twice as wide as high (or as high as wide) that the diagonal enters has one square below it and one above: only the
+square on the diagonal is computed, by programs that come last, so that two of them take the time of one whole tile.
+
+``beta C`` is where the sums start, not what is added at their end, when the registers hold a whole tile already.
+
 Two kernels with one rule of storing: loads and stores by pointers (any strides, any architecture), or by tensor
 descriptors (sm_90 and later: the copy engine). Addresses of batches and rows are 64-bit. ``alpha``, ``beta`` and the
 diagonals are run-time values: one binary serves every coefficient. ``PDL`` lets a kernel start while the one before it
@@ -91,6 +96,63 @@ def _store_pointer(
         _store_square_pointer(bottom, ptr, batch, batch_stride, row_stride, row + BLOCK_N, col, M, diagonal, BLOCK_N)
 
 
+@triton.jit
+def _only_diagonal_square(row0, col0, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Whether a tile of two squares has one above the diagonal; the other then starts at ``(col0, col0)``."""
+    if BLOCK_M < BLOCK_N:
+        return row0 == col0
+    else:
+        return row0 + BLOCK_N == col0
+
+
+@triton.jit
+def _sum_pointer(
+    a_ptr,
+    b_ptr,
+    c_ptr,
+    row,
+    col,
+    M,
+    K,
+    a_row,
+    a_col,
+    b_row,
+    b_col,
+    c_row,
+    beta,
+    HAS_C: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """``A B^T + beta C`` of one tile of one matrix of the batch, float32."""
+    ks = tl.arange(0, BLOCK_K)
+    # Rows past the end read the last one: loads need no mask, and what they compute is not stored.
+    i = tl.minimum(tl.arange(0, ROWS), M - 1 - row)
+    j = tl.minimum(tl.arange(0, COLS), M - 1 - col)
+    a_ptrs = a_ptr + row.to(tl.int64) * a_row + (i[:, None] * a_row + ks[None, :] * a_col)
+    b_ptrs = b_ptr + col.to(tl.int64) * b_row + (j[None, :] * b_row + ks[:, None] * b_col)
+    if HAS_C:
+        c_ptrs = c_ptr + row.to(tl.int64) * c_row + col + (i[:, None] * c_row + j[None, :])
+        # What is read above the diagonal may be another program's output by now; it is not used.
+        acc = beta * tl.load(c_ptrs).to(tl.float32)
+    else:
+        acc = tl.zeros((ROWS, COLS), dtype=tl.float32)
+    for k in range(0, K, BLOCK_K):
+        if EVEN_K:
+            a = tl.load(a_ptrs)
+            b = tl.load(b_ptrs)
+        else:
+            a = tl.load(a_ptrs, mask=(ks < K - k)[None, :], other=0.0)
+            b = tl.load(b_ptrs, mask=(ks < K - k)[:, None], other=0.0)
+        acc = _dot(a, b, acc, UPCAST)
+        a_ptrs += BLOCK_K * a_col
+        b_ptrs += BLOCK_K * b_col
+    return acc
+
+
 @triton.jit(do_not_specialize=["num_tiles"])
 def symmetric_product_pointer_kernel(
     a_ptr,
@@ -127,32 +189,32 @@ def symmetric_product_pointer_kernel(
     tile = program % num_tiles
     row0 = tl.load(tiles_ptr + 2 * tile) * BLOCK_M
     col0 = tl.load(tiles_ptr + 2 * tile + 1) * BLOCK_N
-    ks = tl.arange(0, BLOCK_K)
-    # Rows past the end read the last one: loads need no mask, and what they compute is not stored.
-    i = tl.minimum(tl.arange(0, BLOCK_M), M - 1 - row0)
-    j = tl.minimum(tl.arange(0, BLOCK_N), M - 1 - col0)
-    a_ptrs = _corner(a_ptr, batch, a_batch, row0, a_row, 0) + (i[:, None] * a_row + ks[None, :] * a_col)
-    b_ptrs = _corner(b_ptr, batch, b_batch, col0, b_row, 0) + (j[None, :] * b_row + ks[:, None] * b_col)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for k in range(0, K, BLOCK_K):
-        if EVEN_K:
-            a = tl.load(a_ptrs)
-            b = tl.load(b_ptrs)
+    a_ptr += batch.to(tl.int64) * a_batch
+    b_ptr += batch.to(tl.int64) * b_batch
+    c_ptr += batch.to(tl.int64) * c_batch
+    if BLOCK_M == BLOCK_N:
+        acc = _sum_pointer(
+            a_ptr, b_ptr, c_ptr, row0, col0, M, K, a_row, a_col, b_row, b_col, c_row, beta,
+            HAS_C, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, UPCAST,
+        )  # fmt: skip
+        _store_pointer(alpha * acc, d_ptr, batch, d_batch, d_row, row0, col0, M, diagonal, BLOCK_M, BLOCK_N)
+    else:
+        SIDE: tl.constexpr = min(BLOCK_M, BLOCK_N)
+        if _only_diagonal_square(row0, col0, BLOCK_M, BLOCK_N):
+            square = _sum_pointer(
+                a_ptr, b_ptr, c_ptr, col0, col0, M, K, a_row, a_col, b_row, b_col, c_row, beta,
+                HAS_C, SIDE, SIDE, BLOCK_K, EVEN_K, UPCAST,
+            )  # fmt: skip
+            _store_pointer(alpha * square, d_ptr, batch, d_batch, d_row, col0, col0, M, diagonal, SIDE, SIDE)
         else:
-            a = tl.load(a_ptrs, mask=(ks < K - k)[None, :], other=0.0)
-            b = tl.load(b_ptrs, mask=(ks < K - k)[:, None], other=0.0)
-        acc = _dot(a, b, acc, UPCAST)
-        a_ptrs += BLOCK_K * a_col
-        b_ptrs += BLOCK_K * b_col
-    value = alpha * acc
-    if HAS_C:
-        c_ptrs = _corner(c_ptr, batch, c_batch, row0, c_row, col0) + (i[:, None] * c_row + j[None, :])
-        # What is read above the diagonal may be another program's output by now; it is not used.
-        value += beta * tl.load(c_ptrs).to(tl.float32)
-    _store_pointer(value, d_ptr, batch, d_batch, d_row, row0, col0, M, diagonal, BLOCK_M, BLOCK_N)
+            acc = _sum_pointer(
+                a_ptr, b_ptr, c_ptr, row0, col0, M, K, a_row, a_col, b_row, b_col, c_row, beta,
+                HAS_C, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, UPCAST,
+            )  # fmt: skip
+            _store_pointer(alpha * acc, d_ptr, batch, d_batch, d_row, row0, col0, M, diagonal, BLOCK_M, BLOCK_N)
 
 
 @triton.jit
@@ -191,10 +253,42 @@ def _store_descriptor(value, desc, batch, row, col, diagonal, BLOCK_M: tl.conste
         _store_square_descriptor(bottom, desc, batch, row + BLOCK_N, col, diagonal, BLOCK_N)
 
 
+@triton.jit
+def _start_descriptor(c_desc, batch, row, col, beta, HAS_C: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    if HAS_C:
+        acc = beta * c_desc.load([batch, row, col]).reshape(ROWS, COLS).to(tl.float32)
+    else:
+        acc = tl.zeros((ROWS, COLS), dtype=tl.float32)
+    return acc
+
+
+@triton.jit
+def _sum_descriptor(
+    a_desc,
+    b_desc,
+    acc,
+    batch,
+    row,
+    col,
+    K,
+    TRANS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    for k in range(0, K, BLOCK_K):
+        a = _load_block(a_desc, batch, row, k, TRANS, ROWS, BLOCK_K)
+        b = _load_block(b_desc, batch, col, k, TRANS, COLS, BLOCK_K)
+        acc = _dot(a, b.T, acc, UPCAST)
+    return acc
+
+
 @triton.jit(do_not_specialize=["num_tiles"])
 def symmetric_product_descriptor_kernel(
     a_desc,
     b_desc,
+    side_desc,
     c_desc,
     d_desc,
     tiles_ptr,
@@ -212,6 +306,7 @@ def symmetric_product_descriptor_kernel(
     UPCAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """``side_desc`` reads blocks of ``min(BLOCK_M, BLOCK_N)`` rows of the factor whose own blocks are longer."""
     program = tl.program_id(0)
     batch = program // num_tiles
     tile = program % num_tiles
@@ -220,15 +315,33 @@ def symmetric_product_descriptor_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for k in range(0, K, BLOCK_K):
-        a = _load_block(a_desc, batch, row0, k, TRANS, BLOCK_M, BLOCK_K)
+    if BLOCK_M == BLOCK_N:
+        acc = _start_descriptor(c_desc, batch, row0, col0, beta, HAS_C, BLOCK_M, BLOCK_N)
         if SQUARE:  # B is A, and its tiles have the same shape
-            b = _load_block(a_desc, batch, col0, k, TRANS, BLOCK_N, BLOCK_K)
+            acc = _sum_descriptor(a_desc, a_desc, acc, batch, row0, col0, K, TRANS, BLOCK_M, BLOCK_N, BLOCK_K, UPCAST)
         else:
-            b = _load_block(b_desc, batch, col0, k, TRANS, BLOCK_N, BLOCK_K)
-        acc = _dot(a, b.T, acc, UPCAST)
-    value = alpha * acc
-    if HAS_C:
-        value += beta * c_desc.load([batch, row0, col0]).reshape(BLOCK_M, BLOCK_N).to(tl.float32)
-    _store_descriptor(value, d_desc, batch, row0, col0, diagonal, BLOCK_M, BLOCK_N)
+            acc = _sum_descriptor(a_desc, b_desc, acc, batch, row0, col0, K, TRANS, BLOCK_M, BLOCK_N, BLOCK_K, UPCAST)
+        _store_descriptor(alpha * acc, d_desc, batch, row0, col0, diagonal, BLOCK_M, BLOCK_N)
+    else:
+        SIDE: tl.constexpr = min(BLOCK_M, BLOCK_N)
+        if _only_diagonal_square(row0, col0, BLOCK_M, BLOCK_N):
+            square = tl.zeros((SIDE, SIDE), dtype=tl.float32)
+            if HAS_C:  # descriptors of C read whole tiles
+                c = _start_descriptor(c_desc, batch, row0, col0, beta, HAS_C, BLOCK_M, BLOCK_N)
+                if BLOCK_M < BLOCK_N:
+                    square, _ = c.reshape(SIDE, 2, SIDE).permute(0, 2, 1).split()
+                else:
+                    _, square = c.reshape(2, SIDE, SIDE).permute(1, 2, 0).split()
+            if BLOCK_M < BLOCK_N:
+                square = _sum_descriptor(
+                    a_desc, side_desc, square, batch, col0, col0, K, TRANS, SIDE, SIDE, BLOCK_K, UPCAST
+                )
+            else:
+                square = _sum_descriptor(
+                    side_desc, b_desc, square, batch, col0, col0, K, TRANS, SIDE, SIDE, BLOCK_K, UPCAST
+                )
+            _store_square_descriptor(alpha * square, d_desc, batch, col0, col0, diagonal, SIDE)
+        else:
+            acc = _start_descriptor(c_desc, batch, row0, col0, beta, HAS_C, BLOCK_M, BLOCK_N)
+            acc = _sum_descriptor(a_desc, b_desc, acc, batch, row0, col0, K, TRANS, BLOCK_M, BLOCK_N, BLOCK_K, UPCAST)
+            _store_descriptor(alpha * acc, d_desc, batch, row0, col0, diagonal, BLOCK_M, BLOCK_N)

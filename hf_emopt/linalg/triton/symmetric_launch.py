@@ -24,7 +24,13 @@ def _tiles(m: int, block_m: int, block_n: int, group: int) -> tuple[tuple[int, i
     rows, cols = -(-m // block_m), -(-m // block_n)
     touching = [(i, j) for i in range(rows) for j in range(cols) if (i + 1) * block_m > j * block_n]
     side_m, side_n = group * max(block_m, block_n) // block_m, group * max(block_m, block_n) // block_n
-    return tuple(sorted(touching, key=lambda t: (t[0] // side_m, t[1] // side_n, t[0], t[1])))
+    side = min(block_m, block_n)
+
+    def half(tile: tuple[int, int]) -> bool:
+        """One of its two squares is above the diagonal: half the work, and last, to fill what the others leave."""
+        return block_m != block_n and tile[0] * block_m + (block_m > block_n) * side == tile[1] * block_n
+
+    return tuple(sorted(touching, key=lambda t: (half(t), t[0] // side_m, t[1] // side_n, t[0], t[1])))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -109,8 +115,10 @@ def symmetric_product(
         pdl: let the kernel start while the one before it ends (sm_90 and later).
 
     Raises:
-        ValueError: strides so long that a tile does not fit in 32-bit offsets.
+        ValueError: strides so long that a tile does not fit in 32-bit offsets, or ``alpha`` 0 with a ``beta``.
     """
+    if alpha == 0.0 and c is not None and beta != 0.0:
+        raise ValueError("alpha must not be 0 with beta C: sums start from beta / alpha C")
     a, b, out = _as_batch(a), _as_batch(b), _as_batch(out)
     c = None if c is None else _as_batch(c)
     batch, m, k = a.shape
@@ -126,6 +134,12 @@ def symmetric_product(
     else:
         _launch_pointers(a, b, c, out, (alpha, beta, diagonal), config, pdl)
     return out
+
+
+def _with_start(scalars: tuple[float, float, float]) -> tuple[float, float, float]:
+    """``alpha (A B^T + (beta / alpha) C)``: the kernels start their sums from ``C``."""
+    alpha, beta, diagonal = scalars
+    return alpha, beta / alpha if beta else 0.0, diagonal
 
 
 def _options(config: Config, pdl: bool) -> dict[str, Any]:
@@ -153,15 +167,21 @@ def _launch_descriptors(
     side = min(block_m, block_n)
     tiles, count = tile_table(m, block_m, block_n, config.group, out.device)
     same = block_m == block_n and b.data_ptr() == a.data_ptr() and b.stride() == a.stride()
+    longer = b if block_m < block_n else a
+
+    def factor(x: Tensor, rows: int) -> Any:
+        return _descriptor(x, *((block_k, rows) if trans else (rows, block_k)))
+
     arguments = (
-        _descriptor(a, *((block_k, block_m) if trans else (block_m, block_k))),
-        None if same else _descriptor(b, *((block_k, block_n) if trans else (block_n, block_k))),
+        factor(a, block_m),
+        None if same else factor(b, block_n),
+        None if block_m == block_n else factor(longer, side),
         None if c is None else _descriptor(c, block_m, block_n),
         _descriptor(out, side, side),
         tiles,
         count,
         k,
-        *scalars,
+        *_with_start(scalars),
         c is not None,
         same,
         trans,
@@ -205,7 +225,7 @@ def _launch_pointers(
         tiles,
         count,
         *integers,
-        *scalars,
+        *_with_start(scalars),
         c is not None,
         config.block_m,
         config.block_n,

@@ -1,0 +1,118 @@
+"""``X X^T`` alone: this package's kernel, the vendor's general product, and the symmetric kernels of others."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_emopt.bench.timing import time_ms
+from hf_emopt.linalg.symmetric import syrk
+
+__all__ = ["PRODUCT_SHAPES", "compare_products", "report_products"]
+
+Shape = tuple[int, int, int]
+Product = Callable[[Tensor], Tensor]
+PRODUCT_SHAPES: tuple[Shape, ...] = (
+    (12, 768, 3072),
+    (24, 1024, 4096),
+    (1, 2048, 2048),
+    (16, 2048, 2048),
+    (1, 2048, 8192),
+    (1, 4096, 4096),
+    (8, 4096, 4096),
+    (1, 4096, 11008),
+    (1, 4096, 14336),
+    (1, 8192, 8192),
+    (1, 8192, 28672),
+    (128, 768, 2048),
+)
+
+
+def _general() -> Product:
+    return lambda x: torch.bmm(x, x.mT)
+
+
+def _quack() -> Product:
+    from quack.gemm_interface import gemm_symmetric  # type: ignore[import-not-found]
+
+    return lambda x: gemm_symmetric(x, x.mT)[1]
+
+
+def _dion() -> Product:
+    from dion.newton_schulz_triton import ns_line_1  # type: ignore[import-not-found]
+
+    def call(x: Tensor) -> Tensor:
+        result: Tensor = ns_line_1(x)
+        return result
+
+    return call
+
+
+def _emerging() -> Product:
+    from emerging_optimizers.triton_kernels import batched_tsyrk_ex, tsyrk_ex  # type: ignore[import-not-found]
+
+    def call(x: Tensor) -> Tensor:
+        result: Tensor = tsyrk_ex(x[0])[None] if x.shape[0] == 1 else batched_tsyrk_ex(x)
+        return result
+
+    return call
+
+
+# name -> module that must be installed, constructor
+_PEERS: dict[str, tuple[str, Callable[[], Product]]] = {
+    "cuBLAS, general": ("torch", _general),
+    "QuACK": ("quack", _quack),
+    "dion": ("dion", _dion),
+    "emerging-optimizers": ("emerging_optimizers", _emerging),
+}
+
+
+def _attempt(product: Product, x: Tensor, reference: Tensor, repeat_ms: float) -> dict[str, Any]:
+    try:
+        error = ((product(x).float() - reference).norm() / reference.norm()).item()
+        return {"ms": time_ms(lambda: product(x), repeat_ms), "error": error}
+    except Exception as problem:  # another package's failure is a line of the table, not the end of it
+        return {"failed": f"{type(problem).__name__}: {problem}"[:200]}
+
+
+def compare_products(
+    shapes: Sequence[Shape] = PRODUCT_SHAPES, *, repeat_ms: float = 30.0, rounds: int = 3
+) -> list[dict[str, Any]]:
+    """Median ms of ``X X^T`` in bfloat16, L2 cleared between calls, of all implementations in turn: ``rounds`` medians each,
+    of which the middle one counts. ``{"shape", "implementations": {name: {"ms", "error"}}}`` a row."""
+    peers = {name: make() for name, (module, make) in _PEERS.items() if importlib.util.find_spec(module) is not None}
+    everyone: dict[str, Product] = {"hf_emopt": syrk, **peers}
+    rows = []
+    for shape in shapes:
+        torch.manual_seed(0)
+        x = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+        reference = x.float() @ x.float().mT
+        results: dict[str, list[dict[str, Any]]] = {name: [] for name in everyone}
+        for _ in range(rounds):
+            for name, product in everyone.items():
+                results[name].append(_attempt(product, x, reference, repeat_ms))
+        rows.append({"shape": shape, "implementations": {name: _middle(found) for name, found in results.items()}})
+        del x, reference
+    return rows
+
+
+def _middle(results: list[dict[str, Any]]) -> dict[str, Any]:
+    timed = sorted((result for result in results if "ms" in result), key=lambda result: float(result["ms"]))
+    return timed[len(timed) // 2] if timed else results[0]
+
+
+def report_products(rows: Sequence[dict[str, Any]]) -> str:
+    """A Markdown table; the last column is our time in units of the best other's."""
+    names = list(dict.fromkeys(name for row in rows for name in row["implementations"]))
+    lines = ["| batch x m x k | " + " | ".join(names) + " | of the best other |", "|---" * (len(names) + 2) + "|"]
+    for row in rows:
+        times = {name: cell["ms"] for name, cell in row["implementations"].items() if "ms" in cell}
+        cells = " | ".join(f"{times[name]:.4f}" if name in times else "-" for name in names)
+        others = [ms for name, ms in times.items() if name != "hf_emopt"]
+        ratio = f"{times['hf_emopt'] / min(others):.2f}" if others and "hf_emopt" in times else "-"
+        lines.append(f"| {' x '.join(map(str, row['shape']))} | {cells} | {ratio} |")
+    return "\n".join(lines)
