@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from hf_emopt.distributed.layout import Grid, takes_all_ranks
-from hf_emopt.distributed.plan import MAX_BUCKET_NUMEL, PlannedParameter
+from hf_emopt.distributed.plan import PlannedParameter, bucket_numel
 from hf_emopt.distributed.tensor_parallel import (
     MODES,
     Arrangement,
@@ -184,7 +184,7 @@ def _options(c: _Candidate, rule: MatrixRule, slowdown: float, alike: int) -> di
     p, k = c.parameter, c.cut.size
     world = p.storage.world_size
     columns = world // k
-    in_bucket = max(1.0, min(alike, MAX_BUCKET_NUMEL * p.storage.shards / p.numel))
+    in_bucket = max(1.0, min(alike, bucket_numel() * p.storage.shards / p.numel))
     moved = 2 * p.numel / world * (p.storage.shards - 1) / p.storage.shards * c.wire_bytes
     if p.is_local:  # whole experts: nothing to choose
         moved, in_bucket = 0.0, math.inf

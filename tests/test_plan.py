@@ -87,3 +87,14 @@ def test_received_elements() -> None:
     assert (
         make_plan([PlannedParameter("e", 0, 0, (Unit.whole((4, 8, 12)),), (4,), "f32", experts)]).received() == [0] * 4
     )
+
+
+def test_buckets_of_another_size_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    members = parameters(4)
+    whole = make_plan(members)
+    monkeypatch.setenv("HF_EMOPT_MAX_BUCKET_NUMEL", "1")
+    assert (len(whole.buckets), len(make_plan(members).buckets)) == (1, 4)
+    for wrong in ("0", "-3", "many"):
+        monkeypatch.setenv("HF_EMOPT_MAX_BUCKET_NUMEL", wrong)
+        with pytest.raises(ValueError, match="whole number above 0"):
+            make_plan(members)

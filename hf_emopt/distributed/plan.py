@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -23,10 +24,24 @@ from hf_emopt.routing.unit import Unit
 if TYPE_CHECKING:
     from hf_emopt.distributed.tensor_parallel import Arrangement
 
-__all__ = ["Batch", "Bucket", "Cut", "Plan", "PlannedParameter", "Segment", "assign_owners", "make_plan", "recut"]
+__all__ = [
+    "Batch",
+    "Bucket",
+    "Cut",
+    "Plan",
+    "PlannedParameter",
+    "Segment",
+    "assign_owners",
+    "bucket_numel",
+    "make_plan",
+    "recut",
+]
 
 MAX_BUCKET_NUMEL = 2**26
 """Elements of a bucket for each rank (256 MiB in float32): enough to fill a GPU, small beside the parameters."""
+
+BUCKET_VARIABLE = "HF_EMOPT_MAX_BUCKET_NUMEL"
+"""Environment variable with another number, the same on all ranks (``hf-emopt bench step`` measures which is faster)."""
 
 MIN_CUT_NUMEL = 2**16
 """Elements from which an elementwise parameter is cut among ranks."""
@@ -297,9 +312,23 @@ def assign_owners(costs: dict[str, int], world_size: int) -> dict[str, int]:
     return owners
 
 
+def bucket_numel() -> int:
+    """Elements of a bucket for each rank: the environment's :data:`BUCKET_VARIABLE`, else :data:`MAX_BUCKET_NUMEL`.
+
+    Raises:
+        ValueError: when the variable is not a number above 0.
+    """
+    given = os.environ.get(BUCKET_VARIABLE, "")
+    if not given:
+        return MAX_BUCKET_NUMEL
+    if not given.isdigit() or int(given) == 0:
+        raise ValueError(f"{BUCKET_VARIABLE}={given!r} must be a whole number above 0, or unset for {MAX_BUCKET_NUMEL}")
+    return int(given)
+
+
 def make_plan(
     parameters: Sequence[PlannedParameter],
-    max_bucket_numel: int = MAX_BUCKET_NUMEL,
+    max_bucket_numel: int | None = None,
     forward_order: bool = False,
 ) -> Plan:
     """The plan for these parameters.
@@ -307,6 +336,7 @@ def make_plan(
     Args:
         parameters: matrix parameters; or others, without units, whose cost is their size.
         max_bucket_numel: a bucket is closed before a rank's part exceeds this; a larger parameter gets one of its own.
+            ``None`` for :func:`bucket_numel`.
         forward_order: buckets follow the order of ``parameters`` (the model's) instead of falling cost, so that what the
             next forward needs first is ready first.
     """
@@ -321,8 +351,9 @@ def make_plan(
         key = (parameter.group, parameter.tag, storage.ranks, storage.shards, parameter.is_local, keeps, mode)
         alike.setdefault(key, []).append(parameter)
     buckets = []
+    limit = bucket_numel() if max_bucket_numel is None else max_bucket_numel
     for (*_, local, keeps, _), members in alike.items():
-        for chunk in _chunks(members, max_bucket_numel):
+        for chunk in _chunks(members, limit):
             segments = tuple(replace(s, parameter=i) for i, p in enumerate(chunk) for s in owned[p.name])
             buckets.append(Bucket(chunk[0].group, tuple(chunk), segments, bool(local), bool(keeps)))
     return Plan(tuple(buckets), tuple(ranks) or (0,))

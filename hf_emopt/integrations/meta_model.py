@@ -8,9 +8,29 @@ import torch
 import transformers
 from torch import nn
 
-__all__ = ["load_meta_model"]
+__all__ = ["load_config", "load_meta_model"]
 
 _FALLBACKS = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM", "AutoModel")
+
+
+def load_config(source: str, trust_remote_code: bool = False) -> transformers.PreTrainedConfig:
+    """A model's configuration. Arguments and errors as for :func:`load_meta_model`."""
+    path = Path(source)
+    local = path.suffix == ".json" or path.exists()
+    if local:
+        file = path / "config.json" if path.is_dir() else path
+        if not file.is_file():
+            raise FileNotFoundError(
+                f"{file} does not exist; give a folder with a config.json, such a file, or a Hub id"
+            )
+    try:
+        return transformers.AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+    except OSError as error:
+        if local:
+            raise ValueError(f"{source} cannot be read as a configuration: {error}") from error
+        raise ValueError(
+            f"no configuration for {source!r}: it is no local path, and the Hub gave none ({error})"
+        ) from error
 
 
 def load_meta_model(source: str, trust_remote_code: bool = False) -> nn.Module:
@@ -28,22 +48,7 @@ def load_meta_model(source: str, trust_remote_code: bool = False) -> nn.Module:
         FileNotFoundError: when a path does not lead to a configuration.
         ValueError: when the Hub id cannot be had, or no class takes the configuration.
     """
-    path = Path(source)
-    local = path.suffix == ".json" or path.exists()
-    if local:
-        file = path / "config.json" if path.is_dir() else path
-        if not file.is_file():
-            raise FileNotFoundError(
-                f"{file} does not exist; give a folder with a config.json, such a file, or a Hub id"
-            )
-    try:
-        config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
-    except OSError as error:
-        if local:
-            raise ValueError(f"{source} cannot be read as a configuration: {error}") from error
-        raise ValueError(
-            f"no configuration for {source!r}: it is no local path, and the Hub gave none ({error})"
-        ) from error
+    config = load_config(source, trust_remote_code)
     names = [n for n in (getattr(config, "architectures", None) or []) if hasattr(transformers, n)]
     failures = []
     with torch.device("meta"):

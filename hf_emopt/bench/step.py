@@ -1,0 +1,298 @@
+"""Milliseconds of a training step and of its optimizer on the ranks of this process group.
+
+Random tokens, float32 weights, bfloat16 compute. For every optimizer the model is built anew, the first steps are left out,
+and each figure is the median over steps of the slowest rank:
+
+* ``step``: forward, backward and optimizer, between two barriers;
+* ``optimizer``: ``step()`` alone, between two synchronizations, in other steps than those that ``step`` is of;
+* ``exposed``: ``step`` less a step without an optimizer, so what overlap could not hide;
+* ``peak_gib``: of allocated memory; ``state_gib``: of the optimizer's state, the rank with most;
+* ``tokens_per_second``: of all ranks.
+
+The number of matrices transformed is checked, so that no figure is of a step that left matrices out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hf_emopt.bench.step_models import Laid, build_model, lay_out
+from hf_emopt.bench.timeline import timeline
+from hf_emopt.distributed.layout import local_tensor
+from hf_emopt.matrix_optimizer import MatrixOptimizer
+
+__all__ = ["Maker", "Row", "Settings", "TransformCountError", "Unavailable", "measure", "measure_all", "process_group"]
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is timed.
+
+    Attributes:
+        model: a key of :data:`~hf_emopt.bench.step_models.MODELS`, or a configuration.
+        layout: one of :data:`~hf_emopt.bench.step_models.LAYOUTS`.
+        tokens: of a rank in a step; ``length``: of a sequence.
+        steps: measured ones of each kind; ``warmup``: left out before them.
+        replicas: of the layout ``"hsdp"``; ``tp_size``: ranks that share a matrix under ``"fsdp2+tp"``.
+        options: keyword arguments for this package's optimizers, over the makers' own.
+        environment: variables that are set while the optimizer is built and stepped.
+        profile: add where one step's time goes.
+        trust_remote_code: run the modelling code that a Hub repository ships.
+    """
+
+    model: str = "llama-1.1b"
+    layout: str = "fsdp2"
+    tokens: int = 8192
+    length: int = 2048
+    steps: int = 10
+    warmup: int = 4
+    replicas: int = 2
+    tp_size: int = 2
+    options: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    profile: bool = False
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        if self.length < 2 or self.tokens < self.length:
+            raise ValueError(
+                f"{self.tokens} tokens a rank are no whole sequence of {self.length}: more tokens, or shorter ones"
+            )
+        if self.steps < 1 or self.warmup < 1:
+            raise ValueError(f"steps={self.steps} and warmup={self.warmup} must be at least 1")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+
+Maker = Callable[[nn.Module, Settings], torch.optim.Optimizer]
+"""Builds an optimizer of a module that has been laid out."""
+
+
+class TransformCountError(RuntimeError):
+    """Matrices were left out of a step, or transformed twice."""
+
+
+class Unavailable(RuntimeError):
+    """An optimizer cannot be had here: its package is not installed, or it does not know the layout."""
+
+
+@contextlib.contextmanager
+def process_group() -> Iterator[torch.device]:
+    """The process group of ``torchrun``'s ranks, or of this process alone; gives the rank's device."""
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29533"}
+    for key, value in alone.items():
+        os.environ.setdefault(key, value)
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+        torch.backends.cuda.matmul.allow_tf32 = True
+    dist.init_process_group("nccl" if cuda else "gloo")
+    try:
+        yield device
+    finally:
+        dist.destroy_process_group()
+
+
+class _Clock:
+    """Times between synchronizations and barriers."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def now(self, barrier: bool = False) -> float:
+        self.wait()
+        if barrier and dist.get_world_size() > 1:
+            dist.barrier()
+        return time.perf_counter()
+
+    def wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def measure_all(
+    names: Sequence[str], makers: Mapping[str, Maker], settings: Settings, device: torch.device
+) -> list[Row]:
+    """A row for each name, ``"none"`` being a step without an optimizer. What fails has ``error`` in place of figures."""
+    return [attempt(name, makers.get(name), settings, device) for name in names]
+
+
+def attempt(name: str, maker: Maker | None, settings: Settings, device: torch.device) -> Row:
+    """:func:`measure`; where it fails the row says why, since the other rows are still wanted."""
+    try:
+        row = measure(name, maker, settings, device)
+    except Unavailable as reason:
+        row = {"optimizer_name": name, "unavailable": str(reason)}
+    except Exception as error:
+        row = {"optimizer_name": name, "error": f"{type(error).__name__}: {error}"}
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    if dist.get_rank() == 0:
+        print(f"{name}: {row.get('error') or row.get('unavailable') or 'done'}", flush=True)
+    return row
+
+
+@contextlib.contextmanager
+def _set(environment: Mapping[str, str]) -> Iterator[None]:
+    before = {key: os.environ.get(key) for key in environment}
+    os.environ.update(environment)
+    try:
+        yield
+    finally:
+        for key, value in before.items():
+            if value is None:
+                os.environ.pop(key, None)
+            else:
+                os.environ[key] = value
+
+
+def measure(name: str, maker: Maker | None, settings: Settings, device: torch.device) -> Row:
+    """Figures of one optimizer, or with ``None`` of a step without one; see the module.
+
+    Raises:
+        TransformCountError: when not every matrix was transformed exactly once a step.
+        ValueError: when the model or the layout does not fit.
+    """
+    with _set(settings.environment):
+        laid = lay_out(
+            build_model(settings.model, device, settings.trust_remote_code),
+            settings.layout, device, settings.replicas, settings.tp_size,
+        )  # fmt: skip
+        optimizer = None if maker is None else maker(laid.raw, settings)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        run = _Run(laid, optimizer, settings, device)
+        times, loss = run.times()
+        figures: Row = {"optimizer_name": name, "loss": loss}
+        if isinstance(optimizer, MatrixOptimizer):
+            optimizer.synchronize()
+            figures |= _check(optimizer, settings.warmup + 2 * settings.steps, device)
+        if optimizer is not None:
+            figures["state_gib"] = _largest(_state_bytes(optimizer), device) / 2**30
+        if settings.profile and optimizer is not None:
+            figures["profile"] = run.profile()
+    return figures | _summary(times, settings.tokens * laid.data_ranks, device)
+
+
+def _summary(times: dict[str, list[float]], tokens: int, device: torch.device) -> Row:
+    figures: Row = {}
+    slowest = torch.tensor(list(times.values()), device=device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    for key, row in zip(times, slowest.tolist()):
+        figures[key] = statistics.median(row)
+        figures[f"{key}_all"] = [round(t, 3) for t in row]
+        figures[f"{key}_mean"] = statistics.fmean(row)
+        figures[f"{key}_max"] = max(row)
+    figures["tokens_per_second"] = tokens / figures["step"] * 1e3
+    if device.type == "cuda":
+        figures["peak_gib"] = _largest(torch.cuda.max_memory_allocated(), device) / 2**30
+    return figures
+
+
+class _Run:
+    """Steps of one model with one optimizer."""
+
+    def __init__(
+        self, laid: Laid, optimizer: torch.optim.Optimizer | None, settings: Settings, device: torch.device
+    ) -> None:
+        self.laid, self.optimizer, self.settings, self.device = laid, optimizer, settings, device
+        config: Any = laid.raw.config
+        vocabulary = int(config.vocab_size)
+        shape = (settings.tokens // settings.length, settings.length)
+        self.ids = torch.randint(0, vocabulary, shape, device=device)
+        self.clock = _Clock(device)
+
+    def forward(self) -> Tensor:
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.laid.autocast):
+            loss: Tensor = self.laid.model(input_ids=self.ids, labels=self.ids).loss
+        return loss
+
+    def times(self) -> tuple[dict[str, list[float]], float]:
+        """Milliseconds of this rank by kind, and the last loss. Whole steps come first, then those cut in two."""
+        settings, clock = self.settings, self.clock
+        times: dict[str, list[float]] = {"step": [], "optimizer": [], "forward_backward": []}
+        for step in range(settings.warmup + 2 * settings.steps):
+            isolated = step >= settings.warmup + settings.steps
+            start = clock.now(barrier=True)
+            loss = self.forward()
+            loss.backward()
+            middle = clock.now(barrier=True) if isolated else start
+            if self.optimizer is not None:
+                self.optimizer.step()
+            after = clock.now() if isolated else start
+            self.laid.model.zero_grad(set_to_none=True)
+            end = clock.now()
+            if step < settings.warmup:
+                continue
+            if isolated:
+                times["forward_backward"].append(1e3 * (middle - start))
+                times["optimizer"].append(1e3 * (after - middle))
+            else:
+                times["step"].append(1e3 * (end - start))
+        return times, float(loss.detach())
+
+    def profile(self) -> str:
+        """Where one optimizer step spends its time, by kernel and by operator."""
+        assert self.optimizer is not None
+        self.forward().backward()
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if self.device.type == "cuda":
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        with torch.profiler.profile(activities=activities) as trace:
+            self.optimizer.step()
+            self.clock.wait()
+        self.laid.model.zero_grad(set_to_none=True)
+        host = trace.key_averages().table(sort_by="self_cpu_time_total", row_limit=15, max_name_column_width=60)
+        return f"{timeline(trace)}\n{host}"
+
+
+def _check(optimizer: MatrixOptimizer, steps: int, device: torch.device) -> Row:
+    """Counts of all ranks, which must be those of every matrix in every step."""
+    count = torch.tensor([optimizer.transform_count], device=device)
+    dist.all_reduce(count)
+    wanted = steps * sum(unit.shape[0] for route in optimizer.routes.matrices for unit in route.units)
+    if int(count) != wanted:
+        raise TransformCountError(f"{int(count)} matrices were transformed in {steps} steps, {wanted} were to be")
+    if optimizer.skipped_steps:
+        raise TransformCountError(f"{optimizer.skipped_steps} steps were skipped: a gradient was not finite")
+    return {"transforms": int(count), "imbalance": optimizer._current_engine().plan.imbalance}
+
+
+def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Of this rank; counters that lie on the host are in it."""
+    parts = getattr(optimizer, "parts", (optimizer,))
+    tensors = [v for part in parts for entry in part.state.values() for v in _tensors(entry)]
+    return sum(local_tensor(t).nbytes for t in tensors)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        return [t for v in value.values() for t in _tensors(v)]
+    if isinstance(value, (list, tuple)):
+        return [t for v in value for t in _tensors(v)]
+    return []
+
+
+def _largest(value: int, device: torch.device) -> int:
+    tensor = torch.tensor([value], device=device)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return int(tensor)

@@ -1,0 +1,165 @@
+"""The models that a step is timed on, and how they are laid over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+__all__ = ["LAYOUTS", "MODELS", "Laid", "build_model", "check_layout", "lay_out"]
+
+LAYOUTS = ("single", "ddp", "fsdp2", "hsdp", "fsdp2+tp")
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama-1.1b": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_attention_heads": 32,
+                   "num_key_value_heads": 4},
+    "llama-8b-slice": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 8,
+                       "num_attention_heads": 32, "num_key_value_heads": 8},
+    "tiny": {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "vocab_size": 512},
+}  # fmt: skip
+"""Llamas by name, with a vocabulary of 32,000 unless they say otherwise; any other name is a configuration's."""
+
+
+@dataclass(frozen=True)
+class Laid:
+    """A model on its ranks.
+
+    Attributes:
+        model: what is called: the module itself, or DDP's wrapper.
+        raw: the module that an optimizer is built of.
+        data_ranks: ranks that see different tokens; ranks of one tensor-parallel group see the same.
+        autocast: whether the forward pass needs autocast for bfloat16 products.
+    """
+
+    model: nn.Module
+    raw: nn.Module
+    data_ranks: int
+    autocast: bool
+
+
+def check_layout(layout: str, world_size: int, replicas: int, tp_size: int) -> None:
+    """Raises ``ValueError`` where a layout does not fit the number of ranks."""
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout {layout!r} is not one of {', '.join(LAYOUTS)}")
+    if layout == "single" and world_size > 1:
+        raise ValueError(f"layout single is one process, not {world_size}: use ddp or fsdp2")
+    if layout == "hsdp" and (replicas < 1 or world_size % replicas or world_size == replicas):
+        raise ValueError(
+            f"layout hsdp with {replicas} replicas needs a multiple of {replicas} ranks, at least {2 * replicas}, not "
+            f"{world_size}"
+        )
+    if layout == "fsdp2+tp" and (tp_size < 2 or world_size % tp_size):
+        raise ValueError(
+            f"layout fsdp2+tp needs slices on at least two ranks and a multiple of them: {tp_size} on {world_size} do not fit"
+        )
+
+
+def build_model(name: str, device: torch.device, trust_remote_code: bool = False) -> nn.Module:
+    """A language model with random float32 weights, whole on ``device`` and in training mode.
+
+    Args:
+        name: a key of :data:`MODELS`, or what :func:`~hf_emopt.integrations.meta_model.load_meta_model` takes.
+
+    Raises:
+        ValueError: when there is no such model, or it is no causal language model.
+    """
+    import transformers
+
+    from hf_emopt.integrations.meta_model import load_config
+
+    torch.manual_seed(0)
+    if name in MODELS:
+        sizes = {"vocab_size": 32000, **MODELS[name]}
+        config: Any = transformers.LlamaConfig(
+            max_position_embeddings=4096, tie_word_embeddings=False, use_cache=False, **sizes
+        )
+    else:
+        config = load_config(name, trust_remote_code)
+        config.use_cache = False
+    try:
+        with torch.device(device):
+            model = transformers.AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, trust_remote_code=trust_remote_code
+            )
+    except ValueError as error:
+        raise ValueError(
+            f"{name} is no causal language model ({str(error).splitlines()[0]}): a step is timed on input_ids and labels; "
+            f"give such a configuration, or one of {', '.join(MODELS)}"
+        ) from error
+    model.train()
+    return model  # type: ignore[no-any-return]
+
+
+def lay_out(model: nn.Module, layout: str, device: torch.device, replicas: int = 2, tp_size: int = 2) -> Laid:
+    """The model on the ranks of the default process group.
+
+    Args:
+        model: whole, on ``device``, with the same weights on every rank.
+        layout: one of :data:`LAYOUTS`.
+        replicas: of ``"hsdp"``.
+        tp_size: ranks that share each matrix under ``"fsdp2+tp"``.
+
+    Raises:
+        ValueError: when the layout does not fit the ranks, or the model's plan of tensor parallelism has a style that is
+            not known here.
+    """
+    world = dist.get_world_size()
+    check_layout(layout, world, replicas, tp_size)
+    if layout == "single" or (layout == "ddp" and world == 1):
+        return Laid(model, model, world, True)
+    if layout == "ddp":
+        ids = None if device.type == "cpu" else [device.index]
+        return Laid(DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True), model, world, True)
+    shapes: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
+        "fsdp2": ((world,), ("shard",)),
+        "hsdp": ((replicas, world // replicas), ("replicate", "shard")),
+        "fsdp2+tp": ((world // tp_size, tp_size), ("shard", "tensor")),
+    }
+    shape, names = shapes[layout]
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+    data_ranks = world
+    if layout == "fsdp2+tp":
+        _slice(model, mesh["tensor"])
+        mesh, data_ranks = mesh["shard"], world // tp_size
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in _blocks(model):
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    return Laid(model, model, data_ranks, False)
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    """The longest list of layers."""
+    lists = [list(m) for m in model.modules() if isinstance(m, nn.ModuleList)]
+    return max(lists, key=len, default=[])
+
+
+_STYLES: dict[str, Callable[[], ParallelStyle]] = {
+    "colwise": ColwiseParallel,
+    "rowwise": RowwiseParallel,
+    "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
+}
+
+
+def _slice(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Cuts matrices as the model's own plan of tensor parallelism says."""
+    config = model.config
+    base = str(getattr(model, "base_model_prefix", ""))
+    plan = {f"{base}.{k}" if base else k: v for k, v in (getattr(config, "base_model_tp_plan", None) or {}).items()}
+    plan |= getattr(type(model), "_tp_plan", None) or {}
+    unknown = sorted({style for style in plan.values() if style not in _STYLES})
+    if not plan or unknown:
+        what = f"styles that are not known here: {', '.join(unknown)}" if plan else "no plan of tensor parallelism"
+        raise ValueError(f"{type(model).__name__} has {what}; time it under fsdp2, or time a Llama under fsdp2+tp")
+    parallelize_module(model, mesh, {name: _STYLES[style]() for name, style in plan.items()})

@@ -1,0 +1,145 @@
+"""The measuring core of ``hf-emopt bench step``: what it counts, refuses and says. No time is asserted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import World
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import hf_emopt
+from hf_emopt.bench.step import Row, Settings, attempt, measure
+from hf_emopt.bench.step_models import build_model, check_layout, lay_out
+from hf_emopt.bench.step_optimizers import OPTIMIZERS
+from hf_emopt.bench.step_report import about, plot, save, table
+
+TINY = {"model": "tiny", "tokens": 16, "length": 16, "steps": 1, "warmup": 1}
+MATRICES = 2 * 7
+MATRIX_NUMEL = 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 160)
+EMBEDDING, NORMS = 512 * 64, 5 * 64
+NUMEL = MATRIX_NUMEL + 2 * EMBEDDING + NORMS
+
+
+def figures(name: str, layout: str) -> Row:
+    return measure(name, OPTIMIZERS.get(name), Settings(**TINY, layout=layout), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2", "fsdp2+tp"])
+def test_every_matrix_is_counted_and_state_is_weighed(two: World, layout: str) -> None:
+    """Momentum of matrices, two moments of the rest: half with either rank, but for what tensor parallelism does not cut."""
+    for row in two.run(figures, name="muon", layout=layout):
+        assert row["transforms"] == 3 * MATRICES
+        assert len(row["step_all"]) == len(row["optimizer_all"]) == 1
+        data_ranks = 1 if layout == "fsdp2+tp" else 2
+        assert row["tokens_per_second"] == pytest.approx(16 * data_ranks / row["step"] * 1e3)
+        whole = EMBEDDING + NORMS if layout == "fsdp2+tp" else 0
+        state = 4 * MATRIX_NUMEL / 2 + 8 * ((NUMEL - MATRIX_NUMEL - whole) / 2 + whole)
+        assert row["state_gib"] * 2**30 == pytest.approx(state, rel=0.01)
+
+
+def test_adamw_and_a_step_without_an_optimizer(two: World) -> None:
+    (row, _) = two.run(figures, name="adamw", layout="ddp")
+    assert row["state_gib"] * 2**30 == pytest.approx(8 * NUMEL, rel=1e-4)
+    (bare, _) = two.run(figures, name="none", layout="ddp")
+    assert "state_gib" not in bare
+    assert "transforms" not in bare
+
+
+class Forgetful(hf_emopt.Muon):
+    """Leaves out a step."""
+
+    calls = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.calls += 1
+        if self.calls != 2:
+            super().step(closure)
+
+
+def forgetful() -> Row:
+    return attempt("muon", lambda model, _: Forgetful(model), Settings(**TINY, layout="ddp"), torch.device("cpu"))
+
+
+def test_a_step_that_leaves_matrices_out_is_no_figure(two: World) -> None:
+    for row in two.run(forgetful):
+        assert (
+            row["error"]
+            == f"TransformCountError: {2 * MATRICES} matrices were transformed in 3 steps, {3 * MATRICES} were to be"
+        )
+        assert "step" not in row
+
+
+def placements(layout: str, **sizes: int) -> dict[str, str]:
+    torch.manual_seed(0)
+    laid = lay_out(build_model("tiny", torch.device("cpu")), layout, torch.device("cpu"), **sizes)
+    found = {}
+    for name, p in laid.raw.named_parameters():
+        assert isinstance(p, DTensor)
+        found[name] = f"{tuple(p.device_mesh.shape)} {len(p.placements)}"
+    return found
+
+
+@pytest.mark.ranks34
+def test_meshes_of_four_ranks(worlds: Any) -> None:
+    (hsdp, *_) = worlds[4].run(placements, layout="hsdp", replicas=2)
+    assert set(hsdp.values()) == {"(2, 2) 2"}
+    (sliced, *_) = worlds[4].run(placements, layout="fsdp2+tp", tp_size=2)
+    assert sliced["model.layers.0.mlp.up_proj.weight"] == "(2, 2) 2"
+    assert sliced["model.layers.0.input_layernorm.weight"] == "(2,) 1"
+
+
+@pytest.mark.parametrize(
+    ("layout", "world", "message"),
+    [
+        ("zero", 2, "not one of single, ddp"),
+        ("single", 2, "use ddp or fsdp2"),
+        ("hsdp", 2, "at least 4, not 2"),
+        ("hsdp", 3, "multiple of 2 ranks"),
+        ("fsdp2+tp", 3, "2 on 3 do not fit"),
+    ],
+)
+def test_layouts_that_do_not_fit(layout: str, world: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_layout(layout, world, 2, 2)
+
+
+def test_settings_and_models_that_do_not_fit(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no whole sequence of 32"):
+        Settings(tokens=16, length=32)
+    with pytest.raises(ValueError, match="has no option ns_step"):
+        OPTIMIZERS["muon"](nn.Linear(4, 4), Settings(**TINY, options={"ns_step": 3}))
+    from transformers import ViTConfig
+
+    ViTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32).save_pretrained(
+        tmp_path
+    )
+    with pytest.raises(ValueError, match="no causal language model"):
+        build_model(str(tmp_path), torch.device("cpu"))
+
+
+def made(name: str, step: float, optimizer: float) -> Row:
+    return {
+        "optimizer_name": name, "step": step, "optimizer": optimizer, "optimizer_mean": optimizer,
+        "optimizer_max": optimizer, "tokens_per_second": 16 / step * 1e3, "state_gib": 0.5,
+    }  # fmt: skip
+
+
+def test_table_json_and_plot(tmp_path: Path) -> None:
+    rows = [made("none", 10.0, 0.0), made("adamw", 12.0, 2.5), made("muon", 16.0, 7.0)]
+    rows += [{"optimizer_name": "dion", "unavailable": "not installed"}]
+    text = table(rows)
+    assert rows[2]["exposed"] == 6.0
+    assert text.splitlines()[3].split() == ["muon", "16.00", "7.00", "7.00", "7.00", "6.00", "1000", "0.750", "0.50"]
+    assert text.splitlines()[4].split(maxsplit=1) == ["dion", "not measured: not installed"]
+    facts = about(Settings(**TINY), 2)
+    save(tmp_path / "s.json", facts, rows)
+    loaded = json.loads((tmp_path / "s.json").read_text())
+    assert loaded["about"]["world_size"] == 2
+    assert [r["optimizer_name"] for r in loaded["rows"]] == ["none", "adamw", "muon", "dion"]
+    plot(tmp_path / "s.png", facts, rows)
+    assert (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG")
