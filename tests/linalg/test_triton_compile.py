@@ -21,6 +21,7 @@ from triton.compiler import ASTSource  # noqa: E402
 from hf_emopt.linalg.triton import elementwise_kernels, run_kernels, small_kernels, symmetric_kernels  # noqa: E402
 from hf_emopt.linalg.triton.configs import CANDIDATES, POINTERS, Config  # noqa: E402
 
+ASSEMBLER = next((Path(triton.__file__).parent / "backends" / "nvidia" / "bin").glob("ptxas*"))
 DISASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 # Matrix products of each architecture in PTX.
 TENSOR_CORES = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
@@ -90,6 +91,16 @@ def spilled_bytes(kernel: Any, tmp_path: Path) -> int:
     return int(found[1]) + int(found[2])
 
 
+def assembler_warnings(kernel: Any, tmp_path: Path) -> str:
+    """What the assembler says of a Hopper kernel; that it serializes wgmma, it only says."""
+    path = tmp_path / "kernel.ptx"
+    path.write_text(kernel.asm["ptx"])
+    arguments = ["-v", "--gpu-name=sm_90a", path, "-o", tmp_path / "again.cubin"]
+    run = subprocess.run([ASSEMBLER, *arguments], capture_output=True, text=True, check=True)
+    assert "registers" in run.stderr, run.stderr
+    return run.stderr
+
+
 @pytest.mark.parametrize("with_c", [False, True])
 @pytest.mark.parametrize(
     ("arch", "config"), [(arch, config) for arch, configs in CANDIDATES.items() for config in configs], ids=str
@@ -100,6 +111,8 @@ def test_every_configuration(arch: int, config: Config, with_c: bool, tmp_path: 
     assert TENSOR_CORES[arch] in ptx
     assert ("cp.async.bulk.tensor" in ptx) == config.descriptors
     assert spilled_bytes(kernel, tmp_path) == 0
+    if arch == 90:
+        assert "serialized" not in assembler_warnings(kernel, tmp_path)
     # What the architecture gives one program: 163 KiB on sm_80, 227 KiB later.
     assert kernel.metadata.shared <= {80: 166912, 90: 232448, 100: 232448}[arch]
 

@@ -184,6 +184,8 @@ def symmetric_product_pointer_kernel(
     UPCAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    # Without it the ends of the loops are merged across the branches, and the assembler serializes wgmma.
+    tl.assume(K > 0)
     program = tl.program_id(0)
     batch = program // num_tiles
     tile = program % num_tiles
@@ -307,6 +309,8 @@ def symmetric_product_descriptor_kernel(
     PDL: tl.constexpr,
 ):
     """``side_desc`` reads blocks of ``min(BLOCK_M, BLOCK_N)`` rows of the factor whose own blocks are longer."""
+    # Without it the ends of the loops are merged across the branches, and the assembler serializes wgmma.
+    tl.assume(K > 0)
     program = tl.program_id(0)
     batch = program // num_tiles
     tile = program % num_tiles
