@@ -6,6 +6,10 @@
         --max_steps 60 --out runs/smollm2.json
     python benchmarks/finetune_sweep.py render runs/smollm2.json --png runs/smollm2.png
 
+An optimizer may be tried in several forms, each a column of its own: `--optim muon "muon:lora=joint"` is `muon` as it is
+and with `optim_args="lora=joint"`. `--processes` runs that many points at a time on one device, `--eval_steps` keeps the
+held-out curve of every point, and `race` says in which step one optimizer reached another's final loss.
+
 Every point starts from the same checkpoint; points of one seed see the same batches in the same order (and, for
 classification, the same fresh head). Data is tokenized once. A finished point is written to the JSON at once, and a
 point that the JSON already holds under the same settings is not run again. With a matrix optimizer each point checks
@@ -19,13 +23,17 @@ takes rows (`.csv`, `.tsv`, `.jsonl` with columns text and label) and reports he
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import gc
+import itertools
 import json
+import multiprocessing
+import os
 import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +64,8 @@ METRICS = {"clm": ("eval_loss", False), "classification": ("eval_accuracy", True
 # What makes two points comparable; a JSON holds points of one such setting only.
 SETTINGS = (
     "task", "model", "data", "max_steps", "batch_size", "accumulation", "length", "schedule", "warmup_steps",
-    "weight_decay", "adam_beta2", "max_grad_norm", "dtype", "bf16", "lora_r", "eval_rows", "train_rows",
+    "weight_decay", "adam_beta2", "max_grad_norm", "dtype", "bf16", "lora_r", "lora_alpha", "eval_rows", "train_rows",
+    "eval_steps",
 )  # fmt: skip
 
 
@@ -67,7 +76,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     run.add_argument("--task", choices=sorted(METRICS), required=True)
     run.add_argument("--model", required=True, help="checkpoint folder or Hub id")
     run.add_argument("--data", required=True, help="text file or folder (clm), file of rows (classification)")
-    run.add_argument("--optim", nargs="+", default=["adamw_torch", "muon"])
+    run.add_argument("--optim", nargs="+", default=["adamw_torch", "muon"], help="NAME, or NAME:ARGS with optim_args")
     run.add_argument("--lr", nargs="+", type=float, required=True, help="learning rates tried by every optimizer")
     run.add_argument("--seeds", nargs="+", type=int, default=[0])
     run.add_argument("--optim_args", action="append", default=[], metavar="OPTIM:ARGS", help="e.g. muon:ns_steps=6")
@@ -82,16 +91,27 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     run.add_argument("--max_grad_norm", type=float, default=1.0)
     run.add_argument("--dtype", default="float32", help="dtype of the weights")
     run.add_argument("--bf16", action="store_true", help="bfloat16 autocast")
-    run.add_argument("--lora_r", type=int, default=0)
+    run.add_argument(
+        "--lora_r", type=int, default=0, help="rank of adapters on all linear layers; 0 trains every weight"
+    )
+    run.add_argument("--lora_alpha", type=int, help="LoRA scale; default 2 x rank")
     run.add_argument("--eval_rows", type=int, help="held-out blocks or rows, spread evenly; default all")
     run.add_argument("--train_rows", type=int, help="training blocks or rows; default all")
+    run.add_argument("--eval_steps", type=int, help="evaluate this often while training too; default only after it")
+    run.add_argument("--processes", type=int, default=1, help="points that share the device at a time")
     run.add_argument("--out", type=Path, required=True, help="JSON file, continued if it exists")
     render = commands.add_parser("render", help="print the table of a JSON, and draw it")
     render.add_argument("json", type=Path)
     render.add_argument("--png", type=Path)
+    race = commands.add_parser("race", help="steps in which one optimizer reaches another's final held-out loss")
+    race.add_argument("json", type=Path, help="result of a run with --eval_steps")
+    race.add_argument("--optim", required=True, help="whose steps are counted, as in the run")
+    race.add_argument("--against", default="adamw_torch", help="whose final loss, at its best rate, is to be reached")
     args = parser.parse_args(argv)
     if args.command == "run" and args.warmup_steps is None:
         args.warmup_steps = args.max_steps // 10
+    if args.command == "run" and args.lora_r and args.lora_alpha is None:
+        args.lora_alpha = 2 * args.lora_r
     return args
 
 
@@ -144,7 +164,7 @@ class Task:
             from peft import LoraConfig, get_peft_model
 
             kind = "CAUSAL_LM" if args.task == "clm" else "SEQ_CLS"
-            config = LoraConfig(task_type=kind, r=args.lora_r, lora_alpha=2 * args.lora_r, target_modules="all-linear")
+            config = LoraConfig(task_type=kind, r=args.lora_r, lora_alpha=args.lora_alpha, target_modules="all-linear")
             model = get_peft_model(model, config)
         return model
 
@@ -152,12 +172,13 @@ class Task:
 def training_arguments(
     args: argparse.Namespace, optim: str, learning_rate: float, seed: int, folder: str
 ) -> TrainingArguments:
-    """The one difference between two points of a seed is `optim`, its `optim_args` and the learning rate."""
-    options = dict(item.split(":", 1) for item in args.optim_args)
+    """The one difference between two points of a seed is `optim` (with its `optim_args`) and the learning rate."""
+    shared = dict(item.split(":", 1) for item in args.optim_args)
+    name, _, own = optim.partition(":")
     return TrainingArguments(
         output_dir=folder,
-        optim=optim,
-        optim_args=options.get(optim),
+        optim=name,
+        optim_args=",".join(part for part in (shared.get(name), own) if part) or None,
         learning_rate=learning_rate,
         lr_scheduler_type=args.schedule,
         warmup_steps=args.warmup_steps,
@@ -171,6 +192,8 @@ def training_arguments(
         bf16=args.bf16,
         logging_steps=max(1, args.max_steps // 10),
         save_strategy="no",
+        eval_strategy="steps" if args.eval_steps else "no",
+        eval_steps=args.eval_steps,
         report_to="none",
         disable_tqdm=True,
         seed=seed,
@@ -188,7 +211,7 @@ def check_transforms(optimizer: Any, steps: int) -> dict[str, int]:
     optimizer = unwrap_optimizer(optimizer)
     if optimizer is None:
         return {}
-    matrices = sum(unit.shape[0] for route in optimizer.routes.matrices for unit in route.units)
+    matrices = optimizer.routes.matrix_count
     if optimizer.transform_count != matrices * steps or optimizer.skipped_steps:
         raise RuntimeError(
             f"{optimizer.transform_count} transforms and {optimizer.skipped_steps} skipped steps, "
@@ -216,6 +239,7 @@ def run_point(task: Task, optim: str, learning_rate: float, seed: int) -> dict[s
     start = time.perf_counter()
     trainer.train()
     seconds = time.perf_counter() - start
+    metric, _ = METRICS[args.task]
     point = {
         "optim": optim,
         "lr": learning_rate,
@@ -223,6 +247,7 @@ def run_point(task: Task, optim: str, learning_rate: float, seed: int) -> dict[s
         "steps": trainer.state.global_step,
         "train_seconds": round(seconds, 3),
         "train_loss": [[row["step"], row["loss"]] for row in trainer.state.log_history if "loss" in row],
+        "held_out": [[row["step"], row[metric]] for row in trainer.state.log_history if metric in row],
         **check_transforms(trainer.optimizer, trainer.state.global_step),
         **{key: value for key, value in trainer.evaluate().items() if key.startswith("eval_") and "_per_" not in key},
     }
@@ -295,23 +320,99 @@ def run(args: argparse.Namespace, point: Callable[..., dict[str, Any]] = run_poi
     missing = [key for key in wanted if key not in done]
     if not missing:
         return result
+    args.optim = list(dict.fromkeys(args.optim))
     task = Task(args)
     result["data"] = {"train": len(task.train), "held_out": len(task.held_out)}  # type: ignore[arg-type]
     if "before" not in result:
         result["before"] = before_training(task, args.seeds[0])
     metric, _ = METRICS[args.task]
-    for number, (optim, lr, seed) in enumerate(missing, start=1):
-        result["points"].append(point(task, optim, lr, seed))
+    for number, last in enumerate(_points(args, task, missing, point), start=1):
+        result["points"].append(last)
         write(args.out, result)
-        last = result["points"][-1]
         print(
-            f"[{number}/{len(missing)}] {optim} lr {lr:g} seed {seed}: {metric} {last[metric]:.4f}, "
+            f"[{number}/{len(missing)}] {last['optim']} lr {last['lr']:g} seed {last['seed']}: {metric} {last[metric]:.4f}, "
             f"{last['train_seconds']:.1f} s"
             + (f", {last['matrices']} matrices x {last['steps']} steps" if "matrices" in last else ""),
             flush=True,
         )
-        gc.collect()
     return result
+
+
+def _points(
+    args: argparse.Namespace, task: Task, missing: list[tuple[str, float, int]], point: Callable[..., dict[str, Any]]
+) -> Iterator[dict[str, Any]]:
+    """The missing points as they are done, several at a time where asked for."""
+    if args.processes == 1:
+        for key in missing:
+            yield point(task, *key)
+            gc.collect()
+        return
+    workers = min(args.processes, len(missing))
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(workers, context, _start_worker, (args, workers)) as pool:
+        for done in concurrent.futures.as_completed([pool.submit(_worker_point, key) for key in missing]):
+            yield done.result()
+
+
+_WORKER: dict[str, Task] = {}
+
+
+def _start_worker(args: argparse.Namespace, workers: int) -> None:
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
+    args.out = args.out.with_name(f"{args.out.stem}-{os.getpid()}{args.out.suffix}")  # names the trainer's own folder
+    _WORKER["task"] = Task(args)
+
+
+def _worker_point(key: tuple[str, float, int]) -> dict[str, Any]:
+    gc.collect()
+    return run_point(_WORKER["task"], *key)
+
+
+def race(result: dict[str, Any], optim: str, against: str) -> str:
+    """Markdown: for each rate of `optim` the step in which it first had the final held-out loss of `against`.
+
+    That is the loss of `against` at its best rate, seed by seed; a step between two evaluations is interpolated. With a
+    schedule that decays, an early step of a long run is a harsher test than a short run of that length.
+
+    Raises:
+        ValueError: the run kept no held-out curves, or has no points of one of the two.
+    """
+    metric, more_is_better = METRICS[result["settings"]["task"]]
+    if not result["settings"].get("eval_steps") or more_is_better:
+        raise ValueError("a race needs a held-out loss while training: run with --task clm and --eval_steps")
+    of = {name: [p for p in result["points"] if p["optim"] == name] for name in (optim, against)}
+    if not all(of.values()):
+        raise ValueError(f"no points of {', '.join(name for name, points in of.items() if not points)}")
+    rates = {p["lr"] for p in of[against]}
+    best = min(rates, key=lambda lr: statistics.fmean(p[metric] for p in of[against] if p["lr"] == lr))
+    goal = {p["seed"]: p[metric] for p in of[against] if p["lr"] == best}
+    steps = result["settings"]["max_steps"]
+    lines = [
+        f"Final held-out loss of {against} at its best rate {best:g}: {statistics.fmean(goal.values()):.4f} after {steps} "
+        f"steps. {optim}:",
+        "",
+        "| learning rate | final loss | reached in step, by seed | of the steps |",
+        "|---|---|---|---|",
+    ]
+    for lr in sorted({p["lr"] for p in of[optim]}):
+        own = sorted((p for p in of[optim] if p["lr"] == lr and p["seed"] in goal), key=lambda p: p["seed"])
+        if not own:
+            continue
+        start = result["before"][metric]
+        reached = [_first_step([[0, start], *p["held_out"]], goal[p["seed"]]) for p in own]
+        done = [step for step in reached if step is not None]
+        share = f"{statistics.fmean(done) / steps:.2f}" if len(done) == len(reached) else "-"
+        shown = ", ".join("never" if step is None else f"{step:.0f}" for step in reached)
+        lines.append(f"| {lr:g} | {statistics.fmean(p[metric] for p in own):.4f} | {shown} | {share} |")
+    return "\n".join(lines)
+
+
+def _first_step(curve: Sequence[Sequence[float]], goal: float) -> float | None:
+    """Where a curve of (step, loss) first comes down to a loss, interpolated."""
+    for (step, loss), (later, lower) in itertools.pairwise(curve):
+        if lower <= goal < loss:
+            return step + (later - step) * (loss - goal) / (loss - lower)
+    return None
 
 
 def table(result: dict[str, Any]) -> str:
@@ -385,6 +486,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(table(run(args)))
         return
     result = json.loads(args.json.read_text(encoding="utf-8"))
+    if args.command == "race":
+        print(race(result, args.optim, args.against))
+        return
     print(table(result))
     if args.png:
         plot(result, args.png)

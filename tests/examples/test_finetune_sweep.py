@@ -101,3 +101,24 @@ def test_table_averages_seeds_and_marks_the_best() -> None:
     lines = finetune_sweep.table(result).splitlines()
     assert lines[2] == "| 0.0001 | **0.7000** (0.6000 to 0.8000) | - |"
     assert lines[3] == "| 0.001 | 0.6500 | **0.9000** |"
+
+
+def test_race_finds_the_step_at_which_a_final_loss_is_reached() -> None:
+    def run(optim: str, lr: float, seed: int, *losses: float) -> dict[str, Any]:
+        curve = [[10 * (k + 1), loss] for k, loss in enumerate(losses)]
+        return {"optim": optim, "lr": lr, "seed": seed, "held_out": curve, "eval_loss": losses[-1]}
+
+    result = {
+        "settings": {"task": "clm", "max_steps": 20, "eval_steps": 10},
+        "before": {"eval_loss": 4.0},
+        "points": [
+            run("adamw_torch", 1e-4, 0, 3.5, 3.0), run("adamw_torch", 1e-4, 1, 3.5, 3.2),
+            run("adamw_torch", 1e-3, 0, 3.9, 3.8),
+            run("muon", 1e-4, 0, 3.0, 2.9), run("muon", 1e-4, 1, 3.4, 3.0), run("muon", 1e-3, 0, 3.9, 3.1),
+        ],
+    }  # fmt: skip
+    lines = finetune_sweep.race(result, "muon", "adamw_torch").splitlines()
+    assert lines[4] == "| 0.0001 | 2.9500 | 10, 15 | 0.62 |"
+    assert lines[5] == "| 0.001 | 3.1000 | never | - |"
+    with pytest.raises(ValueError, match="no points of soap"):
+        finetune_sweep.race(result, "soap", "adamw_torch")
