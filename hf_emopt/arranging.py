@@ -150,6 +150,10 @@ def arrange(
         grid = grids[p.name]
         group = groups[p.group]
         asked = overrides.mode(p.name, group["tensor_parallel"])
+        if p.pair and asked in ("auto", "layerwise"):
+            continue  # both factors go to one owner
+        if p.pair:
+            raise ValueError(_impossible(p.name, asked, "lora='joint' needs both factors of an adapter whole"))
         try:
             cut = tensor_cut(param, grid, p.storage, dims)
         except UnavailableModeError as error:

@@ -7,12 +7,15 @@ Parameter objects, drop their attributes and deep-copy groups, and because a che
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hf_emopt.routing.adapters import LORA_MODES, Adapter, pack_adapter, unpack_adapter
 from hf_emopt.routing.route import (
     ParameterRoute,
     RouteTable,
@@ -21,11 +24,11 @@ from hf_emopt.routing.route import (
     route_parameters_list,
 )
 from hf_emopt.routing.unit import Unit
-from hf_emopt.rules.base import Group
+from hf_emopt.rules.base import Group, MatrixRule
 
-__all__ = ["STRUCTURAL_KEYS", "GroupBuilder", "pack_units", "unpack_units"]
+__all__ = ["STRUCTURAL_KEYS", "GroupBuilder", "adapter_at", "check_lora_options", "pack_units", "unpack_units"]
 
-STRUCTURAL_KEYS = ("params", "param_names", "kind", "name", "units", "tensor_parallel")
+STRUCTURAL_KEYS = ("params", "param_names", "kind", "name", "units", "adapters", "lora", "tensor_parallel")
 """Group keys that describe the live model and how it is laid out; a loaded checkpoint never overrides them."""
 
 ParamsArgument = nn.Module | Iterable[Any]
@@ -44,13 +47,36 @@ def unpack_units(packed: Sequence[Sequence[Any]]) -> tuple[Unit, ...]:
     return tuple(units)
 
 
+def check_lora_options(rule: MatrixRule, lora: str, lora_lr_ratio: float) -> None:
+    """Raises ``ValueError`` for options of adapters that are out of range, or that do not go together."""
+    if lora not in LORA_MODES:
+        raise ValueError(f"lora={lora!r} is not one of {', '.join(LORA_MODES)}")
+    if not isinstance(lora_lr_ratio, (int, float)) or not 0.0 < lora_lr_ratio < math.inf:
+        raise ValueError(f"lora_lr_ratio={lora_lr_ratio!r} must be a number above 0; 1 is one rate for both factors")
+    if lora == "joint" and not rule.steps_pairs:
+        raise ValueError(f"lora='joint' is a rule of Muon and NorMuon, {rule.name} has none: use lora='separate'")
+    if lora == "joint" and lora_lr_ratio != 1.0:
+        raise ValueError(
+            f"lora='joint' gives both factors of an adapter the step that their product needs, and lora_lr_ratio="
+            f"{lora_lr_ratio} would undo that: leave it out, or use lora='separate'"
+        )
+
+
+def adapter_at(group: Group, position: int) -> Adapter | None:
+    """What the parameter at a position of a group is in its LoRA adapter."""
+    return unpack_adapter(group["adapters"][position]) if "adapters" in group else None
+
+
 class GroupBuilder:
     """Turns the ``params`` argument into groups of one kind each.
 
     Args:
         kind_defaults: for ``"matrix"`` and ``"aux"``, the hyperparameters that a group of that kind has, with defaults.
             The learning rate and weight decay of the auxiliary groups may differ from the matrices'.
-        matrix_modules, aux_modules, per_head: passed on to :func:`hf_emopt.route_parameters`.
+        matrix_modules, aux_modules, per_head, lora: passed on to :func:`hf_emopt.route_parameters`.
+        lora_lr_ratio: the B factors of LoRA adapters get groups of their own with the learning rate times this.
+        lora_defaults: hyperparameters that adapter matrices have instead of the others' by rank: what it returns is put into
+            groups of their own; ``None`` where they have the same.
     """
 
     def __init__(
@@ -59,9 +85,13 @@ class GroupBuilder:
         matrix_modules: str | Sequence[str] | None = None,
         aux_modules: str | Sequence[str] | None = None,
         per_head: bool = False,
+        lora: str = "separate",
+        lora_lr_ratio: float = 1.0,
+        lora_defaults: Callable[[int], Group] | None = None,
     ) -> None:
         self.kind_defaults = kind_defaults
         self.overrides = {"matrix_modules": matrix_modules, "aux_modules": aux_modules, "per_head": per_head}
+        self.lora, self.lora_lr_ratio, self.lora_defaults = lora, lora_lr_ratio, lora_defaults
         self.unnamed = 0
 
     def build(self, params: ParamsArgument) -> tuple[list[Group], RouteTable]:
@@ -75,7 +105,7 @@ class GroupBuilder:
         """
         if isinstance(params, nn.Module):
             named: dict[str, Tensor] = dict(params.named_parameters())
-            table = route_parameters(params, **self.overrides)  # type: ignore[arg-type]
+            table = route_parameters(params, **self.overrides, lora=self.lora)  # type: ignore[arg-type]
             if not len(table):
                 raise ValueError("the model has no trainable parameter: every requires_grad is False")
             return self._by_route(table, named), table
@@ -88,6 +118,11 @@ class GroupBuilder:
             raise ValueError(
                 "matrix_modules, aux_modules and per_head choose among a model's modules, and only parameters were "
                 "given; pass the model itself, or groups with an explicit 'kind'"
+            )
+        if self.lora != "separate" or self.lora_lr_ratio != 1.0:
+            raise ValueError(
+                "lora and lora_lr_ratio need to know which parameters are the factors of an adapter, and only parameters "
+                "were given; pass the model itself, or for a rate of their own groups with their own 'lr'"
             )
         if all(isinstance(item, dict) for item in items):
             built = [self.from_group(item) for item in items]
@@ -109,7 +144,11 @@ class GroupBuilder:
         names = group.pop("param_names", None)
         if names is not None:
             members = list(zip(names, members, strict=True))
+        adapters = group.pop("adapters", None)
         named, routes = self._route_members(members, group.pop("kind", None), group.pop("units", None))
+        if adapters is not None:
+            known = {name: unpack_adapter(packed) for (name, _), packed in zip(members, adapters, strict=True)}
+            routes = [replace(route, adapter=known[route.name]) for route in routes]
         result = []
         for kind in ("matrix", "aux"):
             chosen = [r for r in routes if r.kind == kind]
@@ -163,11 +202,30 @@ class GroupBuilder:
         groups = []
         for kind in ("matrix", "aux"):
             for decay in (True, False):
-                chosen = [r for r in table if r.kind == kind and r.decay == decay]
-                if chosen:
-                    extra = {} if decay else {"weight_decay": 0.0, "name": f"{kind}_no_decay"}
-                    groups.append(self._make(kind, chosen, named, extra))
+                alike: dict[str, list[ParameterRoute]] = {}
+                for route in table:
+                    if (route.kind, route.decay) == (kind, decay):
+                        alike.setdefault(self._part(route), []).append(route)
+                for part in sorted(alike):  # what belongs to no adapter first
+                    extra: Group = {} if decay else {"weight_decay": 0.0}
+                    name = "_".join([kind, *([part] if part else []), *([] if decay else ["no_decay"])])
+                    extra |= {"name": name} if name != kind else {}
+                    if part == "lora_B":
+                        extra["lr"] = self.kind_defaults[kind]["lr"] * self.lora_lr_ratio
+                        if "peak_lr" in self.kind_defaults[kind]:
+                            extra["peak_lr"] = float(extra["lr"])
+                    if part and kind == "matrix" and self.lora_defaults is not None:
+                        extra |= self.lora_defaults(max(r.adapter.rank for r in alike[part] if r.adapter is not None))
+                    groups.append(self._make(kind, alike[part], named, extra))
         return groups
+
+    def _part(self, route: ParameterRoute) -> str:
+        """Which group of its kind a parameter belongs to, by what is different for factors of adapters."""
+        if route.adapter is None:
+            return ""
+        if self.lora_lr_ratio != 1.0 and route.adapter.side == "B":
+            return "lora_B"
+        return "lora" if self.lora_defaults is not None and route.kind == "matrix" else ""
 
     def _make(self, kind: str, routes: list[ParameterRoute], named: dict[str, Tensor], given: Group) -> Group:
         group = {**self.kind_defaults[kind], **given}
@@ -176,6 +234,8 @@ class GroupBuilder:
         group["params"] = [(r.name, named[r.name]) for r in routes]
         if kind == "matrix":
             group["units"] = [pack_units(r.units) for r in routes]
+        if any(r.adapter is not None for r in routes):
+            group["adapters"] = [pack_adapter(r.adapter) for r in routes]
         return group
 
 

@@ -29,9 +29,11 @@ from hf_emopt.distributed.plan import Bucket, Plan, PlannedParameter, make_plan
 from hf_emopt.engine import Engine, build_grids
 from hf_emopt.flat_checkpoints import emitted_runs, is_runs, loaded_runs
 from hf_emopt.flattened import Flattened
-from hf_emopt.groups import GroupBuilder, ParamsArgument, describe_torch_group
+from hf_emopt.groups import GroupBuilder, ParamsArgument, check_lora_options, describe_torch_group
+from hf_emopt.pairs import step_pair_bucket
 from hf_emopt.passes import finite
 from hf_emopt.planned import planned_copies, planned_matrices
+from hf_emopt.routing.adapters import LoraMode
 from hf_emopt.routing.route import ParameterRoute, RouteTable, coverage_warning
 from hf_emopt.routing.unit import Unit
 from hf_emopt.rules.base import Group, MatrixRule
@@ -52,7 +54,10 @@ class MatrixOptimizer(torch.optim.Optimizer):
         rule: the update of a matrix.
         matrix_defaults: ``lr``, ``weight_decay`` and the rule's hyperparameters.
         aux_defaults: ``lr``, ``weight_decay``, ``betas``, ``eps`` of AdamW for the other parameters.
-        matrix_modules, aux_modules, per_head: see :func:`hf_emopt.route_parameters`.
+        matrix_modules, aux_modules, per_head, lora: see :func:`hf_emopt.route_parameters`.
+        lora_lr_ratio: learning rate of the B factors of LoRA adapters over that of everything else of their kind (LoRA+,
+            S. Hayou et al., arXiv:2402.12354); other than 1, they get groups of their own, ``lora_B`` in the logs.
+        lora_defaults: hyperparameters of adapter matrices by rank, see :class:`~hf_emopt.groups.GroupBuilder`.
         allow_no_matrices: accept a model in which nothing is a matrix.
         skip_nonfinite: leave weights and state untouched in a step with a gradient that is not finite. Decided on the
             device, without a host sync; read :attr:`skipped_steps` for their number.
@@ -88,7 +93,11 @@ class MatrixOptimizer(torch.optim.Optimizer):
         overlap_param_gather: bool = False,
         process_group: ProcessGroupArgument = None,
         tensor_parallel_modules: str | Sequence[str] | Mapping[str, str] | None = None,
+        lora_lr_ratio: float = 1.0,
+        lora: LoraMode = "separate",
+        lora_defaults: Callable[[int], Group] | None = None,
     ) -> None:
+        check_lora_options(rule, lora, lora_lr_ratio)
         self.rule = rule
         self._modes = ModeOverrides(tensor_parallel_modules, rule.tensor_parallel_modes)
         self._choices: list[Choice] = []
@@ -120,6 +129,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
             matrix_modules,
             aux_modules,
             per_head,
+            lora,
+            lora_lr_ratio,
+            lora_defaults,
         )
         self._routes: list[ParameterRoute] = []
         try:
@@ -290,7 +302,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
         for index, bucket in enumerate(plan.buckets):
             present = engine.present(bucket)
             if present:
-                tasks.append((make(engine, index, bucket, present, groups[bucket.group]), bucket))
+                step = step_pair_bucket if bucket.paired else make
+                tasks.append((step(engine, index, bucket, present, groups[bucket.group]), bucket))
         return tasks
 
     def _applied(self, group: Group) -> Group:

@@ -12,6 +12,7 @@ from hf_emopt.arranging import Choice, ModeOverrides, arrange
 from hf_emopt.distributed.layout import (
     Grid,
     Storage,
+    UnsupportedLayoutError,
     check_layout,
     is_sharded,
     storage_of,
@@ -19,7 +20,7 @@ from hf_emopt.distributed.layout import (
     whole_numel,
 )
 from hf_emopt.distributed.plan import PlannedParameter
-from hf_emopt.groups import unpack_units
+from hf_emopt.groups import adapter_at, unpack_units
 from hf_emopt.routing.unit import Unit
 from hf_emopt.rules.base import Group, MatrixRule
 
@@ -61,11 +62,40 @@ def planned_matrices(
             if together and rule.can_shard(group) and _is_one_matrix(units, storage.shape):
                 shard_cost = partial(_shard_cost, rule, units[0].shape[1:], group)
             tag = f"{param.dtype} {param.device}"
-            planned.append(PlannedParameter(name, group_index, position, units, costs, tag, storage, shard_cost))
+            pair, scale = "", 1.0
+            adapter = adapter_at(group, position)
+            if adapter is not None and adapter.joint:
+                pair, shard_cost = (name if adapter.side == "A" else adapter.partner), None
+            elif adapter is not None:
+                scale = rule.adapter_scale(*units[0].shape[1:], adapter, group)
+            planned.append(
+                PlannedParameter(
+                    name, group_index, position, units, costs, tag, storage, shard_cost, pair=pair, scale=scale
+                )
+            )
             params.append(param)
+    _check_pairs(planned)
     if not grids or all(p.storage.shards == 1 for p in planned):
         return planned, []
     return arrange(planned, params, grids, rule, groups, modes, _wire_bytes(transport_dtype, params))
+
+
+def _check_pairs(planned: Sequence[PlannedParameter]) -> None:
+    """Refuses factors that no rank could have both of in one step."""
+    pairs: dict[str, list[PlannedParameter]] = {}
+    for parameter in planned:
+        if parameter.pair:
+            pairs.setdefault(parameter.pair, []).append(parameter)
+    for name, members in pairs.items():
+        places = {(p.group, p.tag, p.storage.ranks, p.storage.shards) for p in members}
+        if len(members) != 2 or len(places) != 1:
+            what = (
+                "lie on different ranks, devices or in different groups" if len(members) == 2 else "are not both here"
+            )
+            raise UnsupportedLayoutError(
+                f"lora='joint' steps both factors of an adapter together, and {name} and its partner {what}: shard both in "
+                "one fully_shard call (or none), keep them in one dtype and on one device, or use lora='separate'"
+            )
 
 
 def planned_copies(groups: Sequence[Group], grids: dict[str, Grid]) -> list[PlannedParameter]:

@@ -25,7 +25,16 @@ from hf_emopt.rules.elementwise import adamw_step, apply_updates
 from hf_emopt.rules.masters import needs_master
 from hf_emopt.state import is_shaped
 
-__all__ = ["Task", "pipeline", "step_aux_bucket", "step_bucket", "step_own_aux"]
+__all__ = [
+    "Task",
+    "bucket_exchange",
+    "bucket_parts",
+    "conclude",
+    "pipeline",
+    "step_aux_bucket",
+    "step_bucket",
+    "step_own_aux",
+]
 
 Task = Iterator[None]
 State = dict[str, Tensor]
@@ -70,11 +79,9 @@ def step_bucket(engine: Engine, index: int, bucket: Bucket, present: Sequence[in
     owned, row = roster.owned, roster.row
     rounds = [engine.next_round(state) for state in states] if engine.rule.scheduled else [1] * len(present)
     sharded = is_sharded(params[0])  # state lies as the parameter does, also where there is but one shard
-    parts = _shards(engine, bucket, present) if sharded else _owned_parts(engine, bucket, owned)
+    parts = bucket_parts(engine, bucket, present, owned)
     ok = engine.ok_on(params[0].device)
-    exchange = None
-    if grid.world_size > 1:
-        exchange = engine.exchange(index, bucket, present, exact=not sharded and needs_master(params[0]))
+    exchange, homes = bucket_exchange(engine, index, bucket, present), None
     transform = _Transform(engine, index, bucket, roster, group, {i: rounds[k] for i, k in row.items()})
     passes = Passes(engine.rule, parts, group, ok)
     if sharded and exchange is not None and exchange.travels:
@@ -98,21 +105,49 @@ def step_bucket(engine: Engine, index: int, bucket: Bucket, present: Sequence[in
     engine.count_step(states, ok)
     warmup = engine.rule.warmup_rounds(group)
     moving = [k for k in range(len(present)) if rounds[k] > warmup]
+    yield from conclude(engine, index, bucket, present, passes, owned, updates, transform.scales, moving, homes)
+
+
+def conclude(
+    engine: Engine,
+    index: int,
+    bucket: Bucket,
+    present: Sequence[int],
+    passes: Passes,
+    owned: Sequence[Segment],
+    updates: list[Tensor],
+    scales: Sequence[float],
+    moving: Sequence[int],
+    homes: Runs | None = None,
+) -> Task:
+    """The rest of a bucket's step: owners' updates back to where the weights lie, and onto them.
+
+    Args:
+        passes: of what this rank accumulated.
+        updates: of the owned segments, ``scales`` what each is still to be multiplied by.
+        moving: places in ``present`` of what is stepped at all.
+        homes: where each owned segment lies in the parts, where all of them are in one launch's reach.
+    """
+    grid, group, ok, parts = engine.grid_of_bucket(bucket), passes.group, passes.ok, passes.parts
+    params = [engine.parameter(bucket, i) for i in present]
+    sharded = is_sharded(params[0])
+    row = {i: k for k, i in enumerate(present)}
+    exchange = bucket_exchange(engine, index, bucket, present)
     everyone = len(moving) == len(present)
     generator = engine.generator(index, group, params[0].device, grid.shard)
     if exchange is None:
-        if not (everyone and passes.apply(homes, parts, updates, transform.scales)):
-            updates = transform.scaled(updates)
+        if not (everyone and passes.apply(homes, parts, updates, scales)):
+            updates = _scaled(updates, scales)
             _apply([parts[k] for k in moving], [updates[k] for k in moving], group, ok, generator)
         return
     if not sharded and needs_master(params[0]):  # weights travel: what their dtype cannot hold stays with the owner
         awake = set(moving)
         applied = [k for k, s in enumerate(owned) if row[s.parameter] in awake]
-        updates = transform.scaled(updates)
+        updates = _scaled(updates, scales)
         _apply([parts[k] for k in applied], [updates[k] for k in applied], group, ok, generator)
         yield from _gather([p.weight for p in parts], [local_tensor(p) for p in params], exchange)
         return
-    arrival = exchange.give(updates, transform.scales)
+    arrival = exchange.give(updates, scales)
     if exchange.returns:
         yield
     if grid.replicas > 1:
@@ -127,6 +162,20 @@ def step_bucket(engine: Engine, index: int, bucket: Bucket, present: Sequence[in
     _apply([whole[k] for k in moving], [returned[k] for k in moving], group, ok, generator)
 
 
+def bucket_exchange(engine: Engine, index: int, bucket: Bucket, present: Sequence[int]) -> Exchange | None:
+    """What carries a bucket's matrices; ``None`` in one process."""
+    if engine.grid_of_bucket(bucket).world_size == 1:
+        return None
+    param = engine.parameter(bucket, present[0])
+    return engine.exchange(index, bucket, present, exact=not is_sharded(param) and needs_master(param))
+
+
+def _scaled(updates: Sequence[Tensor], scales: Sequence[float]) -> list[Tensor]:
+    """Updates times what the transform has left to do."""
+    pairs = zip(updates, scales)
+    return [u if s == 1.0 else u.to(torch.promote_types(u.dtype, torch.float32)) * s for u, s in pairs]
+
+
 def _apply(parts: list[Part], updates: list[Tensor], group: Group, ok: Tensor | None, generator: Any) -> None:
     weights = [p.weight for p in parts]
     there = [u.to(w.device) for u, w in zip(updates, weights)]  # an offloaded shard's is still on the accelerator
@@ -137,6 +186,12 @@ def _gather(mine: list[Tensor], everyone: list[Tensor], exchange: Exchange) -> T
     arrival = exchange.share(exchange.give(mine))
     yield
     exchange.take(arrival, everyone)
+
+
+def bucket_parts(engine: Engine, bucket: Bucket, present: Sequence[int], owned: Sequence[Segment]) -> list[Part]:
+    """What this rank accumulates: its shards of sharded parameters, its segments of those that it holds whole."""
+    sharded = is_sharded(engine.parameter(bucket, present[0]))
+    return _shards(engine, bucket, present) if sharded else _owned_parts(engine, bucket, owned)
 
 
 def _shards(engine: Engine, bucket: Bucket, present: Sequence[int]) -> list[Part]:
@@ -294,11 +349,6 @@ class _Transform:
         possible = self.roster.whole[b] and self.batches[b].cut is None and self.engine.rule.defers_scale(self.group)
         return possible and runs_work(device)
 
-    def scaled(self, updates: Sequence[Tensor]) -> list[Tensor]:
-        """Updates times the scales that :meth:`run` has left to do."""
-        pairs = zip(updates, self.scales)
-        return [u if s == 1.0 else u.to(torch.promote_types(u.dtype, torch.float32)) * s for u, s in pairs]
-
     def filled(self, targets: Sequence[Tensor]) -> list[Tensor | None]:
         """As :meth:`stack`, of what :meth:`make_room` made."""
         return [
@@ -335,6 +385,8 @@ class _Transform:
                 if updates[k] is None:
                     updates[k] = torch.empty(self.owned[k].shape, dtype=part.dtype, device=part.device)
                 unit.insert(updates[k], part)  # type: ignore[arg-type]
+        for k, segment in enumerate(self.owned):
+            self.scales[k] *= self.bucket.parameters[segment.parameter].scale
         return updates  # type: ignore[return-value]
 
     def _transform(self, x: Tensor, unit_state: State, b: int, key: tuple[int, int] | None) -> tuple[Tensor, float]:

@@ -64,6 +64,8 @@ class PlannedParameter:
         arrangement: how slices of tensor parallelism are transformed, or ``None`` where that cuts nothing or whole matrices
             are brought to their owners.
         whole_shapes: ``(m, n)`` of the matrix that each unit is part of, where units are parts.
+        pair: name that the two factors of one matrix have in common: they go to one owner, in one bucket. Empty for others.
+        scale: factor on the update, beside what the rule makes of it.
     """
 
     name: str
@@ -76,6 +78,8 @@ class PlannedParameter:
     shard_cost: Callable[[int], int] | None = None
     arrangement: Arrangement | None = None
     whole_shapes: tuple[tuple[int, int], ...] = ()
+    pair: str = ""
+    scale: float = 1.0
 
     @property
     def numel(self) -> int:
@@ -108,7 +112,7 @@ class PlannedParameter:
     @property
     def is_local(self) -> bool:
         """Whether no shard has to send anything to another before matrices are transformed."""
-        if self.storage.shards == 1:
+        if self.storage.shards == 1 or self.pair:
             return False
         if self.arrangement is not None:
             return self.arrangement.is_local(self.storage)
@@ -146,6 +150,11 @@ class Bucket:
     @property
     def storage(self) -> Storage:
         return self.parameters[0].storage
+
+    @property
+    def paired(self) -> bool:
+        """Whether the parameters are the factors of pairs."""
+        return bool(self.parameters[0].pair)
 
     @property
     def sends(self) -> bool:
@@ -348,7 +357,8 @@ def make_plan(
         storage, arrangement = parameter.storage, parameter.arrangement
         keeps = arrangement is not None and arrangement.keeps(storage)
         mode = arrangement and arrangement.mode
-        key = (parameter.group, parameter.tag, storage.ranks, storage.shards, parameter.is_local, keeps, mode)
+        paired = bool(parameter.pair)
+        key = (parameter.group, parameter.tag, storage.ranks, storage.shards, paired, parameter.is_local, keeps, mode)
         alike.setdefault(key, []).append(parameter)
     buckets = []
     limit = bucket_numel() if max_bucket_numel is None else max_bucket_numel
@@ -360,15 +370,18 @@ def make_plan(
 
 
 def _chunks(members: Sequence[PlannedParameter], limit: int) -> list[list[PlannedParameter]]:
+    together: dict[str, list[PlannedParameter]] = {}
+    for parameter in members:
+        together.setdefault(parameter.pair or parameter.name, []).append(parameter)
     chunks: list[list[PlannedParameter]] = [[]]
     size = 0
-    for parameter in members:
+    for parameters in together.values():
         # Of copies a rank transforms its share, and gathers all of it: up to four shares at once.
-        numel = -(-parameter.numel // (parameter.storage.shards * min(parameter.storage.replicas, 4)))
+        numel = sum(-(-p.numel // (p.storage.shards * min(p.storage.replicas, 4))) for p in parameters)
         if chunks[-1] and size + numel > limit:
             chunks.append([])
             size = 0
-        chunks[-1].append(parameter)
+        chunks[-1].extend(parameters)
         size += numel
     return chunks
 
@@ -383,8 +396,10 @@ class _Assignment:
         """Segments by parameter name: first those whose shard is given, then the others, all over the same ranks at once."""
         from hf_emopt.distributed.tensor_parallel import segments_of
 
-        segments: dict[str, list[Segment]] = {}
+        segments = self._paired(parameters)
         for parameter in parameters:
+            if parameter.pair:
+                continue
             if parameter.arrangement is not None:
                 segments[parameter.name] = segments_of(parameter, self.loads)
                 for segment in segments[parameter.name]:
@@ -397,6 +412,21 @@ class _Assignment:
                 by_ranks.setdefault(parameter.storage.ranks, []).append(parameter)
         for members in by_ranks.values():
             segments |= self._shared(members)
+        return segments
+
+    def _paired(self, parameters: Sequence[PlannedParameter]) -> dict[str, list[Segment]]:
+        """Both factors of a pair, whole, to the least loaded rank: the costliest pair first."""
+        pairs: dict[str, list[PlannedParameter]] = {}
+        for parameter in parameters:
+            if parameter.pair:
+                pairs.setdefault(parameter.pair, []).append(parameter)
+        segments: dict[str, list[Segment]] = {}
+        for name in sorted(pairs, key=lambda name: (-sum(p.cost for p in pairs[name]), name)):
+            storage = pairs[name][0].storage
+            owner = min(range(storage.world_size), key=lambda position: (self.loads[storage.rank(position)], position))
+            for parameter in pairs[name]:
+                segments[parameter.name] = [_rows(parameter, 0, parameter.rows, owner, parameter.cost)]
+                self._add(storage.rank(owner), parameter.cost)
         return segments
 
     def _local(self, parameter: PlannedParameter) -> list[Segment]:

@@ -12,9 +12,10 @@ from hf_emopt.distributed.tensor_parallel import TensorParallel
 from hf_emopt.groups import ParamsArgument
 from hf_emopt.matrix_optimizer import MatrixOptimizer
 from hf_emopt.optimizers.options import aux_defaults, dtype_name
+from hf_emopt.routing.adapters import LoraMode
 from hf_emopt.rules.base import Group
 from hf_emopt.rules.masters import LowPrecisionWeights
-from hf_emopt.rules.muon import AdjustLrFn, CompatName, MuonRule, NorMuonRule
+from hf_emopt.rules.muon import AdjustLrFn, CompatName, LoraScale, MuonRule, NorMuonRule
 
 __all__ = ["Muon", "NorMuon"]
 
@@ -78,6 +79,16 @@ class Muon(MatrixOptimizer):
             are matrices of their own: no bytes, but another update). Kept by group, and never taken from a checkpoint.
         tensor_parallel_modules: the same for single parameters, ``"pattern:mode"`` with ``;`` between, such as
             ``"o_proj:duplicated"``.
+        lora: ``"separate"`` makes each factor of a LoRA adapter a matrix of its own; ``"joint"`` steps both as the one matrix
+            that they are factors of, by an update that does not depend on the basis they are written in (LoRA-Muon,
+            F. L. Cesista et al., arXiv:2606.12921; see docs/lora.md). Needs the model as ``params``; never taken from a
+            checkpoint.
+        lora_scale: size of a separate factor's update: ``"product"`` (the product's update has the spectral norm of a whole
+            matrix' update, whatever rank and ``lora_alpha`` are) or ``"factor"`` (``adjust_lr_fn`` of its own shape).
+        lora_max_change: with ``lora="joint"``, by how much a step may change the factor that does not start at zero, relative
+            to it: keeps the first steps, in which the product is small, from replacing it.
+        lora_lr_ratio: with ``lora="separate"``, the learning rate of B factors over that of A factors (LoRA+, S. Hayou et
+            al., arXiv:2402.12354, who use 16 with AdamW); schedulers keep it; it is logged as ``lr/matrix_lora_B``.
 
     Raises:
         ValueError: when a value is out of range, or no parameter is a matrix.
@@ -117,12 +128,17 @@ class Muon(MatrixOptimizer):
         process_group: ProcessGroupArgument = None,
         tensor_parallel: TensorParallel = "auto",
         tensor_parallel_modules: str | Sequence[str] | None = None,
+        lora: LoraMode = "separate",
+        lora_scale: LoraScale = "product",
+        lora_max_change: float = 0.1,
+        lora_lr_ratio: float = 1.0,
     ) -> None:
         matrix = _muon_defaults(
             momentum, nesterov, ns_coefficients, ns_steps, ns_dtype, adjust_lr_fn, eps, cautious_weight_decay, compat
         )
         matrix.update(lr=lr, weight_decay=weight_decay, low_precision_weights=low_precision_weights)
         matrix["tensor_parallel"] = tensor_parallel
+        matrix.update(lora=lora, lora_scale=lora_scale, lora_max_change=lora_max_change)
         aux = aux_defaults(matrix, aux_lr, aux_betas, aux_eps, aux_weight_decay)
         super().__init__(
             params,
@@ -138,6 +154,8 @@ class Muon(MatrixOptimizer):
             overlap_param_gather=overlap_param_gather,
             process_group=process_group,
             tensor_parallel_modules=tensor_parallel_modules,
+            lora=lora,
+            lora_lr_ratio=lora_lr_ratio,
         )
 
 
@@ -197,12 +215,17 @@ class NorMuon(MatrixOptimizer):
         process_group: ProcessGroupArgument = None,
         tensor_parallel: TensorParallel = "auto",
         tensor_parallel_modules: str | Sequence[str] | None = None,
+        lora: LoraMode = "separate",
+        lora_scale: LoraScale = "product",
+        lora_max_change: float = 0.1,
+        lora_lr_ratio: float = 1.0,
     ) -> None:
         matrix = _muon_defaults(
             momentum, nesterov, ns_coefficients, ns_steps, ns_dtype, adjust_lr_fn, eps, cautious_weight_decay, None
         )
         matrix.update(lr=lr, weight_decay=weight_decay, low_precision_weights=low_precision_weights, beta2=beta2)
         matrix["tensor_parallel"] = tensor_parallel
+        matrix.update(lora=lora, lora_scale=lora_scale, lora_max_change=lora_max_change)
         aux = aux_defaults(matrix, aux_lr, aux_betas, aux_eps, aux_weight_decay)
         super().__init__(
             params,
@@ -218,6 +241,8 @@ class NorMuon(MatrixOptimizer):
             overlap_param_gather=overlap_param_gather,
             process_group=process_group,
             tensor_parallel_modules=tensor_parallel_modules,
+            lora=lora,
+            lora_lr_ratio=lora_lr_ratio,
         )
 
 

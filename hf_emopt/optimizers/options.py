@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hf_emopt.rules.base import Group
 
-__all__ = ["aux_defaults", "dtype_name"]
+__all__ = ["aux_defaults", "dtype_name", "one_sided"]
 
 
 def dtype_name(dtype: torch.dtype | str | None) -> str | None:
@@ -35,3 +35,12 @@ def aux_defaults(
         "low_precision_weights": matrix["low_precision_weights"],
         "compat": matrix.get("compat"),
     }
+
+
+def one_sided(max_preconditioner_dim: int, rank: int) -> Group:
+    """Hyperparameters of LoRA factors of this rank that are preconditioned on the side of the rank alone.
+
+    The other side is as long as the layer is wide: its factor alone would be many times the adapter, for a gradient that has
+    the rank of the adapter.
+    """
+    return {"oversize": "one_sided", "max_preconditioner_dim": min(max_preconditioner_dim, rank)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal
 
 import torch
@@ -12,7 +13,7 @@ from hf_emopt.distributed.layout import ProcessGroupArgument
 from hf_emopt.groups import ParamsArgument
 from hf_emopt.linalg.precision import Precision
 from hf_emopt.matrix_optimizer import MatrixOptimizer
-from hf_emopt.optimizers.options import aux_defaults, dtype_name
+from hf_emopt.optimizers.options import aux_defaults, dtype_name, one_sided
 from hf_emopt.rules.base import Group
 from hf_emopt.rules.factor_storage import FactorStorageName
 from hf_emopt.rules.kronecker import Oversize, Refresh
@@ -64,6 +65,10 @@ class SOAP(MatrixOptimizer):
         tensor_parallel: ``"auto"`` and ``"layerwise"`` bring whole matrices to owners, with their factors; ``"blockwise"``
             gives each slice that tensor parallelism makes factors of its own: no bytes, but another update.
         tensor_parallel_modules: the same for single parameters, ``"pattern:mode"`` with ``;`` between.
+        lora_lr_ratio: learning rate of the B factors of LoRA adapters over that of the A factors (LoRA+, S. Hayou et al.,
+            arXiv:2402.12354, who use 16 with AdamW); schedulers keep it, and it is logged as ``lr/matrix_lora_B``.
+        lora_one_sided: precondition LoRA factors on the side of their rank alone; the factor of the other side would be many
+            times as large as the adapter.
 
     Raises:
         ValueError: when a value is out of range, or no parameter is a matrix.
@@ -110,6 +115,8 @@ class SOAP(MatrixOptimizer):
         process_group: ProcessGroupArgument = None,
         tensor_parallel: Literal["auto", "layerwise", "blockwise"] = "auto",
         tensor_parallel_modules: str | Sequence[str] | None = None,
+        lora_lr_ratio: float = 1.0,
+        lora_one_sided: bool = True,
     ) -> None:
         paper = compat == "paper"
         matrix: Group = {
@@ -151,4 +158,6 @@ class SOAP(MatrixOptimizer):
             overlap_param_gather=overlap_param_gather,
             process_group=process_group,
             tensor_parallel_modules=tensor_parallel_modules,
+            lora_lr_ratio=lora_lr_ratio,
+            lora_defaults=partial(one_sided, max_preconditioner_dim) if lora_one_sided else None,
         )

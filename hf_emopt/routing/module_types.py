@@ -119,6 +119,8 @@ def _by_owner(info: ParameterInfo) -> Decision | None:
 
 def _adapter(info: ParameterInfo) -> Decision | None:
     """LoRA and its kin: ``lora_A`` and ``lora_B`` are matrices; a batch of experts where they adapt a stack."""
+    if len(info.shape) == 2 and any(name.startswith("lora_embedding_") for name in info.path):
+        return aux("LoRA adapter of an embedding", "embedding")
     side = next((name for name in ("lora_A", "lora_B") if name in info.path), None)
     if side is None or len(info.shape) < 2 or info.leaf == "bias":
         return None

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor, nn
 
+from .adapters import LORA_MODES, link_adapters
 from .embeddings import special_parameters
 from .layouts import conv
 from .module_types import decide
@@ -39,6 +40,7 @@ def route_parameters(
     aux_modules: str | Sequence[str] | None = None,
     per_head: bool = False,
     trainable_only: bool = True,
+    lora: str = "separate",
 ) -> RouteTable:
     """Routes every parameter of a model, by the types and attributes of the modules that use it.
 
@@ -59,14 +61,18 @@ def route_parameters(
         per_head: split query, key and value projections into one matrix ``(head_dim, in)`` per attention head. The
             output projection stays whole.
         trainable_only: leave out parameters with ``requires_grad=False``.
+        lora: ``"joint"`` makes the two factors of a LoRA adapter, of embeddings too, one matrix that is stepped as a whole;
+            ``"separate"`` leaves each a matrix of its own.
 
     Returns:
         A :class:`RouteTable` in the order and with the names of ``model.named_parameters()``.
 
     Raises:
         ValueError: a pattern matches nothing, two patterns claim one parameter, ``matrix_modules`` names only vectors,
-            or two uses of a tied weight need different matrices.
+            or two uses of a tied weight need different matrices; or ``lora="joint"`` meets a factor without its partner.
     """
+    if lora not in LORA_MODES:
+        raise ValueError(f"lora={lora!r} is not one of {', '.join(LORA_MODES)}")
     force_matrix, force_aux = Patterns(matrix_modules, "matrix_modules"), Patterns(aux_modules, "aux_modules")
     infos = list(iter_parameters(model, per_head=per_head))
     special = special_parameters(model, infos)
@@ -105,6 +111,7 @@ def route_parameters(
             )
         )
     _check_vectors(vectors, used)
+    routes = link_adapters(routes, {names.get(key, group[0].name): group[0] for key, group in kept.items()}, lora)
     return RouteTable(routes)
 
 

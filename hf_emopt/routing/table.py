@@ -7,9 +7,12 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from .unit import Unit
+
+if TYPE_CHECKING:
+    from .adapters import Adapter
 
 __all__ = ["ParameterRoute", "RouteTable", "coverage_warning"]
 
@@ -29,6 +32,7 @@ class ParameterRoute:
         aliases: its other names, for a tied weight.
         role: ``"linear"``, ``"attention"``, ``"expert"``, ``"conv"``, ``"adapter"`` for matrices; ``"embedding"``,
             ``"head"``, ``"router"``, ``"norm"``, ``"bias"``, ``"gain"``, ``"depthwise"``, ``"bare"`` ... for others.
+        adapter: what it is in its LoRA adapter; ``None`` for what belongs to none.
     """
 
     name: str
@@ -40,6 +44,14 @@ class ParameterRoute:
     module_type: str
     aliases: tuple[str, ...] = ()
     role: str = ""
+    adapter: Adapter | None = None
+
+    @property
+    def matrix_count(self) -> int:
+        """Transforms in an optimizer step: a LoRA pair that is stepped as one counts with its B."""
+        if self.adapter is not None and self.adapter.joint and self.adapter.side == "A":
+            return 0
+        return sum(unit.shape[0] for unit in self.units)
 
     @property
     def numel(self) -> int:
@@ -102,7 +114,7 @@ class RouteTable(Sequence[ParameterRoute]):
     @property
     def matrix_count(self) -> int:
         """Number of matrices: what one optimizer step transforms."""
-        return sum(unit.shape[0] for route in self.matrices for unit in route.units)
+        return sum(route.matrix_count for route in self.matrices)
 
     def collapsed(self) -> list[dict[str, Any]]:
         """Rows of the printed table: parameters that differ in layer numbers only are one row.

@@ -10,12 +10,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from hf_emopt.linalg.newton_schulz_sharded import ShardedCost
+from hf_emopt.rules.pairs import Factor
+
+if TYPE_CHECKING:
+    from hf_emopt.routing.adapters import Adapter
 
 __all__ = ["Clock", "Group", "MatrixRule", "Shard", "state_dtype"]
 
@@ -85,6 +89,9 @@ class MatrixRule(ABC):
     name: ClassVar[str]
     scheduled: ClassVar[bool] = False
     """Whether the rule reads its :class:`Clock`: it has periodic work or rounds of warm-up."""
+
+    steps_pairs: ClassVar[bool] = False
+    """Whether the rule has :meth:`transform_pair`."""
 
     tensor_parallel_modes: ClassVar[tuple[str, ...]] = ("auto", "layerwise", "blockwise")
     """What ``tensor_parallel`` may be: state of whole matrices has one owner, unless the rule says that it needs none."""
@@ -167,6 +174,31 @@ class MatrixRule(ABC):
         What depends on the shape of a matrix alone, a scale, is that of the whole, ``full_shape``.
         """
         return self.transform(x, unit_state, group, ok, clock)
+
+    def transform_pair(
+        self,
+        still: Factor,
+        starting: Factor,
+        scaling: Tensor,
+        shape: tuple[int, int],
+        group: Group,
+        ok: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Updates of both factors of a batch of LoRA adapters, which are invariant to the basis that they are written in.
+
+        Args:
+            still, starting: the factors, with ``rank`` columns each; see :func:`~hf_emopt.rules.pairs.pair_update`.
+            scaling: ``(N, 1, 1)``, what the model multiplies each product by.
+            shape: outputs and inputs of the products.
+
+        Raises:
+            NotImplementedError: where :attr:`steps_pairs` says no.
+        """
+        raise NotImplementedError(f"{self.name} has no rule for pairs of factors: use lora='separate'")
+
+    def adapter_scale(self, m: int, n: int, adapter: Adapter, group: Group) -> float:
+        """Factor on the update of a LoRA factor, an ``m x n`` matrix, beside what :meth:`transform` makes of it."""
+        return 1.0
 
     def settle(self, key: tuple[int, int], storage: dict[str, Tensor]) -> None:  # noqa: B027 - most have none
         """Finishes work in the background for the batch ``key`` and writes it to the batch's unit state."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -26,11 +26,27 @@ from hf_emopt.linalg.newton_schulz_sharded import (
     sharded_seconds,
 )
 from hf_emopt.rules.base import Clock, Group, MatrixRule, Shard, state_dtype
+from hf_emopt.rules.pairs import Factor, pair_update
 
-__all__ = ["ADJUST_LR_FNS", "COMPAT", "AdjustLrFn", "CompatName", "MuonRule", "NorMuonRule", "update_scale"]
+if TYPE_CHECKING:
+    from hf_emopt.routing.adapters import Adapter
+
+__all__ = [
+    "ADJUST_LR_FNS",
+    "COMPAT",
+    "LORA_SCALES",
+    "AdjustLrFn",
+    "CompatName",
+    "LoraScale",
+    "MuonRule",
+    "NorMuonRule",
+    "update_scale",
+]
 
 AdjustLrFn = Literal["match_rms_adamw", "original", "spectral", "unscaled"]
 CompatName = Literal["torch", "keller", "moonlight"]
+LoraScale = Literal["product", "factor"]
+LORA_SCALES: tuple[str, ...] = ("product", "factor")
 ADJUST_LR_FNS: tuple[str, ...] = ("match_rms_adamw", "original", "spectral", "unscaled")
 
 _NS_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -91,6 +107,26 @@ def update_scale(adjust_lr_fn: str, m: int, n: int) -> float:
     raise ValueError(f"adjust_lr_fn={adjust_lr_fn!r} is not one of {', '.join(ADJUST_LR_FNS)}")
 
 
+def lora_scale(adjust_lr_fn: str, adapter: Adapter) -> float:
+    r"""Factor on the orthogonalized update of one LoRA factor, so that the *product* moves as a whole matrix would.
+
+    The model adds ``s B A`` (``m x n``, rank ``r``) to its weight, so a step ``c O`` of ``B``, with ``O`` orthogonal, moves
+    that weight by ``s c O A``, whose singular values are at most ``s c |A|``. A full step has ``update_scale(m, n)``. Half of
+    that for each factor is
+
+    .. code-block:: text
+
+        c = update_scale(m, n) / (2 s a),        a = (1 + sqrt(r / k)) / sqrt(3)
+
+    where ``a`` is the spectral norm of the ``A`` that PEFT draws at random, of variance ``1 / (3 k)`` with ``k = n`` columns.
+    B starts at zero; ``A`` gets the same ``c``, which is right when ``B`` has grown to the size of ``A``. The product's step
+    then has at most the spectral norm of a full step, and with its ``r`` instead of ``min(m, n)`` directions a smaller RMS,
+    by ``sqrt(r / min(m, n))``: matching the RMS itself would move each direction too far by the inverse of that.
+    """
+    norm = (1.0 + math.sqrt(min(1.0, adapter.rank / adapter.inputs))) / math.sqrt(3.0)
+    return update_scale(adjust_lr_fn, adapter.outputs, adapter.inputs) / (2.0 * adapter.scaling * norm)
+
+
 def ns_dtype_of(group: Group) -> torch.dtype | None:
     """The Newton-Schulz dtype of a group, kept there by name so that checkpoints hold plain values."""
     name = group["ns_dtype"]
@@ -109,6 +145,7 @@ class MuonRule(MatrixRule):
     """
 
     name: ClassVar[str] = "muon"
+    steps_pairs: ClassVar[bool] = True
     tensor_parallel_modes: ClassVar[tuple[str, ...]] = ("auto", "layerwise", "duplicated", "distributed", "blockwise")
 
     def validate(self, group: Group) -> None:
@@ -125,6 +162,7 @@ class MuonRule(MatrixRule):
             raise ValueError(f"ns_dtype={group['ns_dtype']!r} is not one of {', '.join(_NS_DTYPES)} or None")
         if group["eps"] is not None and not group["eps"] > 0.0:
             raise ValueError(f"eps={group['eps']} must be above 0, or None for the scale-free normalization")
+        self._validate_lora(group)
         for flag in ("nesterov", "cautious_weight_decay"):
             if not isinstance(group[flag], bool):
                 raise ValueError(f"{flag}={group[flag]!r} must be True or False")
@@ -132,6 +170,26 @@ class MuonRule(MatrixRule):
         if resolved.scaling != "frobenius" and (compat is not None or group["eps"] is not None):
             given = f"compat={compat!r}" if compat is not None else f"eps={group['eps']}"
             raise ValueError(f"ns_coefficients={resolved.name!r} has a normalization of its own; leave out {given}")
+
+    def _validate_lora(self, group: Group) -> None:
+        if group["lora_scale"] not in LORA_SCALES:
+            raise ValueError(f"lora_scale={group['lora_scale']!r} is not one of {', '.join(LORA_SCALES)}")
+        if not 0.0 < group["lora_max_change"] < math.inf:
+            raise ValueError(f"lora_max_change={group['lora_max_change']!r} must be above 0")
+        if group["lora"] != "joint":
+            return
+        scaling = resolve_coefficients(group["ns_coefficients"], group["ns_steps"]).scaling
+        wrong = {
+            "compat": group["compat"] is not None,
+            "cautious_weight_decay": bool(group["cautious_weight_decay"]),
+            "lora_scale": group["lora_scale"] != "product",
+            "ns_coefficients": scaling != "frobenius",
+        }
+        for name in (name for name, given in wrong.items() if given):
+            raise ValueError(
+                f"lora='joint' makes an update that does not depend on the basis of an adapter's factors, and "
+                f"{name}={group[name]!r} would make it depend on it: leave it out, or use lora='separate'"
+            )
 
     def init_state(self, param: Tensor, group: Group) -> dict[str, Tensor]:
         return {"momentum_buffer": torch.zeros_like(param, dtype=state_dtype(param))}
@@ -198,6 +256,29 @@ class MuonRule(MatrixRule):
         self, x: Tensor, unit_state: dict[str, Tensor], group: Group, ok: Tensor | None, clock: Clock
     ) -> Tensor:
         return self.scaled(self.orthogonalize(x, group), group, x.dtype)
+
+    def transform_pair(
+        self,
+        still: Factor,
+        starting: Factor,
+        scaling: Tensor,
+        shape: tuple[int, int],
+        group: Group,
+        ok: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        # Half for each of the two terms, so that together they are at most the step of a matrix of this shape.
+        size = update_scale(group["adjust_lr_fn"], *shape) / 2
+        reach = group["lr"] * size / group["lora_max_change"]
+        return pair_update(still, starting, scaling, size, reach, lambda x, state: self.pair_polar(x, state, group, ok))
+
+    def pair_polar(self, x: Tensor, unit_state: dict[str, Tensor], group: Group, ok: Tensor | None) -> Tensor:
+        """The polar factor of one side of a pair ``(N, k, r)``; turning its columns turns those of the result alike."""
+        return self.orthogonalize(x, group).to(x.dtype)
+
+    def adapter_scale(self, m: int, n: int, adapter: Adapter, group: Group) -> float:
+        if group["lora_scale"] == "factor" or group["compat"] is not None or not (adapter.outputs and adapter.inputs):
+            return 1.0
+        return lora_scale(group["adjust_lr_fn"], adapter) / update_scale(group["adjust_lr_fn"], m, n)
 
     def defers_scale(self, group: Group) -> bool:
         return group["compat"] is None
@@ -334,6 +415,14 @@ class NorMuonRule(MuonRule):
     def transform(
         self, x: Tensor, unit_state: dict[str, Tensor], group: Group, ok: Tensor | None, clock: Clock
     ) -> Tensor:
+        return self.scaled(self._normalized(x, unit_state, group, ok), group, x.dtype)
+
+    def pair_polar(self, x: Tensor, unit_state: dict[str, Tensor], group: Group, ok: Tensor | None) -> Tensor:
+        # Rows are outputs in B and inputs in A, and their norms do not change when columns are turned.
+        return self._normalized(x, unit_state, group, ok)
+
+    def _normalized(self, x: Tensor, unit_state: dict[str, Tensor], group: Group, ok: Tensor | None) -> Tensor:
+        """The polar factor with rows of running mean square one, at the polar factor's Frobenius norm."""
         ortho = self.orthogonalize(x, group).to(x.dtype)
         moment = unit_state["row_second_moment"]
         mean_square = ortho.square().mean(dim=-1, keepdim=True)
@@ -343,7 +432,7 @@ class NorMuonRule(MuonRule):
         normalized = ortho / (moment.sqrt() + self._EPS)
         target = torch.linalg.matrix_norm(ortho, keepdim=True)
         length = torch.linalg.matrix_norm(normalized, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
-        return self.scaled(normalized * (target / length), group, x.dtype)
+        return normalized * (target / length)
 
     def transform_shard(
         self, x: Tensor, unit_state: dict[str, Tensor], group: Group, ok: Tensor | None, clock: Clock, shard: Shard
