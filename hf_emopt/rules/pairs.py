@@ -19,8 +19,8 @@ in other coordinates, but for the term with ``delta``. That is ours: PEFT starts
 and a step later it has one so large that ``A`` would be replaced by a single gradient. In the basis in which ``A`` has
 orthonormal rows, ``s^2 B^T B`` has the squared singular values of the product, and ``delta`` keeps them from counting as less
 than itself: it is the step over the largest relative change of ``A`` that a step may make. ``G_A^-1`` transforms as ``B^T B``
-does, so the update stays invariant; docs/lora.md has the proof. Momentum is that of the factors' own gradients, which transform
-along.
+does, so the update stays invariant; docs/lora.md has the proof. Momentum is that of the factors' own gradients, which
+transform along.
 """
 
 from __future__ import annotations
