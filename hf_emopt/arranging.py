@@ -27,7 +27,7 @@ from hf_emopt.linalg.newton_schulz_sharded import BYTES_PER_SECOND, FLOPS_PER_SE
 from hf_emopt.routing.overrides import Patterns
 from hf_emopt.rules.base import Group, MatrixRule
 
-__all__ = ["Choice", "Estimate", "ModeOverrides", "arrange", "describe"]
+__all__ = ["Choice", "Estimate", "ModeOverrides", "arrange", "arrange_cuts", "describe"]
 
 
 class ModeOverrides:
@@ -110,7 +110,7 @@ class Choice:
 @dataclass(frozen=True)
 class _Candidate:
     parameter: PlannedParameter
-    grid: Grid
+    together: bool
     cut: TensorCut
     group: Group
     asked: str
@@ -137,6 +137,31 @@ def arrange(
         ValueError: ``"blockwise"`` for a parameter whose slices are not matrices: it would silently be another update.
     """
     dims = tensor_dims(params)
+    cuts: list[TensorCut | UnavailableModeError | None] = []
+    for p, param in zip(planned, params):
+        try:
+            cuts.append(tensor_cut(param, grids[p.name], p.storage, dims))
+        except UnavailableModeError as error:
+            cuts.append(error)
+    together = [cut is None or takes_all_ranks(grids[p.name]) for p, cut in zip(planned, cuts)]
+    return arrange_cuts(planned, cuts, together, rule, groups, overrides, wire_bytes)
+
+
+def arrange_cuts(
+    planned: Sequence[PlannedParameter],
+    cuts: Sequence[TensorCut | UnavailableModeError | None],
+    together: Sequence[bool],
+    rule: MatrixRule,
+    groups: Sequence[Group],
+    overrides: ModeOverrides,
+    wire_bytes: int,
+) -> tuple[list[PlannedParameter], list[Choice]]:
+    """As :func:`arrange`, for slices that are known, which no process has to hold.
+
+    Args:
+        cuts: of each parameter: its slices, ``None`` where it is not cut, or why they are none.
+        together: whether all ranks of the job share the parameter.
+    """
     result, choices = list(planned), []
     total: dict[Any, int] = defaultdict(int)
     largest: dict[Any, int] = defaultdict(int)
@@ -146,24 +171,21 @@ def arrange(
         total[ranks] += p.cost
         largest[ranks] = max([largest[ranks], *(cost // max(1, u.shape[0]) for u, cost in zip(p.units, p.costs))])
         alike[ranks, p.storage.shape, p.group] += 1
-    for index, (p, param) in enumerate(zip(planned, params)):
-        grid = grids[p.name]
+    for index, (p, cut, all_ranks) in enumerate(zip(planned, cuts, together)):
         group = groups[p.group]
         asked = overrides.mode(p.name, group["tensor_parallel"])
         if p.pair and asked in ("auto", "layerwise"):
             continue  # both factors go to one owner
         if p.pair:
             raise ValueError(_impossible(p.name, asked, "lora='joint' needs both factors of an adapter whole"))
-        try:
-            cut = tensor_cut(param, grid, p.storage, dims)
-        except UnavailableModeError as error:
+        if isinstance(cut, UnavailableModeError):
             if asked not in ("auto", "layerwise"):
-                raise ValueError(_impossible(p.name, asked, str(error))) from error
+                raise ValueError(_impossible(p.name, asked, str(cut))) from cut
             continue
         if cut is None:
             continue
         ranks = p.storage.ranks
-        candidate = _Candidate(p, grid, cut, group, asked, wire_bytes)
+        candidate = _Candidate(p, all_ranks, cut, group, asked, wire_bytes)
         slowdown = max(1.0, largest[ranks] * p.storage.world_size / total[ranks])
         options = _options(candidate, rule, slowdown, alike[ranks, p.storage.shape, p.group])
         choice, result[index] = _chosen(candidate, rule, options)
@@ -210,7 +232,7 @@ def _distributed(c: _Candidate, rule: MatrixRule, in_bucket: float, moved: float
     p, k = c.parameter, c.cut.size
     if not rule.can_shard(c.group):
         raise UnavailableModeError(f"{rule.name} needs whole matrices with these hyperparameters")
-    if not takes_all_ranks(c.grid):
+    if not c.together:
         raise UnavailableModeError("the mesh has not all ranks of the job, which a group of some of them needs")
     recut, dims = distributed_cuts(p.units, p.storage.shape, c.cut)
     costs: list[int] = []

@@ -1,0 +1,173 @@
+"""GPUs and networks by name: the numbers that predictions rest on, and where each comes from.
+
+``"datasheet"`` is the manufacturer's figure (NVIDIA A100 80GB, H100 SXM, H200 SXM, HGX B200; InfiniBand HDR and NDR), dense
+operations, one direction of a link. ``"measured"`` comes from ``benchmarks/results`` or from the kernel tables; ``"assumed"``
+is neither. Products have no figure of their own where a table of measured kernels exists (:mod:`.products`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+__all__ = ["EFFICIENCY", "GPUS", "HOST", "NETWORKS", "Gpu", "Host", "Network", "custom_gpu", "custom_network"]
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU and its links inside a node.
+
+    Attributes:
+        name: as on the command line.
+        architecture: compute capability as one number; the kernel tables go by it.
+        bf16, tf32, fp32: dense TFLOP/s of products of 16-bit, TF32 and float32 numbers.
+        memory_tb_s: bandwidth of memory in TB/s.
+        memory_gib: capacity in GiB.
+        nvlink_gb_s: GB/s from one GPU to the others of its node, one direction.
+        per_node: GPUs in a node.
+        source: of the figures, by field name; ``""`` for all that are not named.
+    """
+
+    name: str
+    architecture: int
+    bf16: float
+    tf32: float
+    fp32: float
+    memory_tb_s: float
+    memory_gib: float
+    nvlink_gb_s: float
+    per_node: int
+    source: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Network:
+    """What connects nodes.
+
+    Attributes:
+        name: as on the command line.
+        gb_s: GB/s of one GPU, one direction.
+        latency_us: of a collective of small messages, and ``message_us`` of every peer that one sends to.
+        source: of the bandwidth.
+    """
+
+    name: str
+    gb_s: float
+    latency_us: float
+    message_us: float
+    source: str
+
+
+_SHEET = {"": "datasheet"}
+
+GPUS: dict[str, Gpu] = {
+    #                arch  bf16  tf32  fp32  TB/s   GiB  NVLink  a node
+    "a100": Gpu("a100", 80, 312, 156, 19.5, 2.04, 74.5, 300, 8, _SHEET),
+    "h100": Gpu("h100", 90, 989, 495, 67, 3.35, 74.5, 450, 8, _SHEET),
+    "h200": Gpu("h200", 90, 989, 495, 67, 4.8, 131.3, 450, 8, _SHEET),
+    "b200": Gpu("b200", 100, 2250, 1125, 75, 7.7, 167.6, 900, 8, _SHEET),
+}
+
+# Latencies: NCCL's order of magnitude, assumed. 100 Gbit/s Ethernet is taken as one port a node of eight GPUs.
+NETWORKS: dict[str, Network] = {
+    "nvlink": Network("nvlink", 450, 20, 0.5, "datasheet, every rank in one NVLink domain"),
+    "ib400": Network("ib400", 50, 30, 1.0, "datasheet, one port of 400 Gbit/s a GPU"),
+    "ib200": Network("ib200", 25, 30, 1.0, "datasheet, one port of 200 Gbit/s a GPU"),
+    "eth100": Network("eth100", 12.5 / 8, 60, 5.0, "datasheet, one port of 100 Gbit/s a node of eight"),
+}
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """Shares of datasheet figures that real work reaches.
+
+    Attributes:
+        memory: of the bandwidth, in elementwise passes. Measured: fused AdamW on 1.1 B parameters under DDP, two H200.
+        nvlink: of the link, in all-to-alls that run beside products. Measured: Muon under FSDP2, 1.1 B, two H200.
+        network: the same between nodes. Assumed.
+        products: of a card's 16-bit rate that general products reach, where no kernel table is measured. Measured: cuBLAS,
+            large products, H100.
+        tf32: the same of TF32. Measured: refreshes of SOAP and Shampoo, H200.
+        model: of the 16-bit rate in forward and backward. Measured: Llamas of 1.1 B and 2.0 B, two H200, 0.30 and 0.39.
+    """
+
+    memory: float = 0.72
+    nvlink: float = 0.37
+    network: float = 0.8
+    products: float = 0.72
+    tf32: float = 0.55
+    model: float = 0.35
+
+
+EFFICIENCY = Efficiency()
+
+
+@dataclass(frozen=True)
+class Host:
+    """Python and launches, on the machines that were measured (two H200; the processor is not recorded).
+
+    Attributes:
+        bucket_ms: everything that a bucket needs but its transforms.
+        batch_ms: a batch of matrices: its look-ups and launches.
+        adamw_ms: of fused AdamW, a plain parameter; ``adamw_sharded_ms`` a DTensor.
+        start_ms: until the first kernel of a step runs.
+    """
+
+    bucket_ms: float = 2.0
+    batch_ms: float = 0.6
+    adamw_ms: float = 0.011
+    adamw_sharded_ms: float = 0.048
+    start_ms: float = 2.0
+
+
+HOST = Host()
+
+
+def custom_gpu(
+    base: str,
+    tflops: float | None = None,
+    memory_tb_s: float | None = None,
+    memory_gib: float | None = None,
+    nvlink_gb_s: float | None = None,
+    per_node: int | None = None,
+) -> Gpu:
+    """A GPU of :data:`GPUS` with other figures.
+
+    Args:
+        tflops: dense 16-bit TFLOP/s; TF32 and float32, and measured kernels, are scaled with it.
+
+    Raises:
+        ValueError: for an unknown name, or a figure that is not above 0.
+    """
+    if base not in GPUS:
+        raise ValueError(f"--gpu {base} is not one of {', '.join(GPUS)}; take the nearest and give its figures by flags")
+    gpu = GPUS[base]
+    given = {"bf16": tflops, "memory_tb_s": memory_tb_s, "memory_gib": memory_gib, "nvlink_gb_s": nvlink_gb_s,
+             "per_node": per_node}  # fmt: skip
+    chosen = {key: value for key, value in given.items() if value is not None}
+    for key, value in chosen.items():
+        if not value > 0:
+            raise ValueError(f"{key}={value} must be above 0")
+    source = {**gpu.source, **dict.fromkeys(chosen, "given")}
+    if tflops is not None:
+        chosen |= {"tf32": gpu.tf32 * tflops / gpu.bf16, "fp32": gpu.fp32 * tflops / gpu.bf16}
+    return replace(gpu, **chosen, source=source)  # type: ignore[arg-type]
+
+
+def custom_network(base: str, gb_s: float | None = None, latency_us: float | None = None) -> Network:
+    """A network of :data:`NETWORKS` with another bandwidth or latency.
+
+    Raises:
+        ValueError: for an unknown name, or a figure that is not above 0.
+    """
+    if base not in NETWORKS:
+        raise ValueError(
+            f"--network {base} is not one of {', '.join(NETWORKS)}; take the nearest and give --network-gbytes"
+        )
+    network = NETWORKS[base]
+    for key, value in (("--network-gbytes", gb_s), ("--network-latency", latency_us)):
+        if value is not None and not value > 0:
+            raise ValueError(f"{key} {value} must be above 0")
+    if gb_s is not None:
+        network = replace(network, gb_s=gb_s, source="given")
+    return network if latency_us is None else replace(network, latency_us=latency_us)

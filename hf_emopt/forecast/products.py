@@ -1,0 +1,134 @@
+"""Seconds of matrix products and of whole orthogonalizations, from measured kernels.
+
+The tables of ``hf_emopt/linalg/triton/tables`` hold, for an architecture, the milliseconds of symmetric products by this
+package's kernels and of the vendor's general product of the same size. What lies between is interpolated in operations a
+second, over the number of elements of the result and the depth of the product: these decide how a device is filled, and how
+much of a tile's time is spent on its ends.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+
+from hf_emopt.forecast.hardware import EFFICIENCY, GPUS, Gpu
+from hf_emopt.linalg.coefficients import resolve_coefficients
+from hf_emopt.linalg.gram_newton_schulz import find_restart_steps
+from hf_emopt.linalg.newton_schulz import gram_pays
+from hf_emopt.linalg.triton.configs import family, load_table
+from hf_emopt.rules.base import Group
+
+__all__ = ["has_kernels", "newton_schulz_launches", "newton_schulz_seconds", "product_seconds"]
+
+# Of entries that are this far away, in powers of two, none decides alone.
+_SOFTENING = 0.05
+_LAUNCH = 3e-6
+"""Seconds that the smallest kernel takes on the device."""
+
+_Point = tuple[float, float, float]
+
+
+@functools.cache
+def _points(architecture: int, symmetric: bool, with_c: bool) -> tuple[_Point, ...]:
+    """``(log2 elements of the result, log2 depth, log2 operations a second)`` of each measured product."""
+    found = []
+    for e in load_table(architecture):
+        if e.with_c == with_c:
+            ms = e.ms if symmetric else e.general_ms
+            rate = 2 * e.batch * e.m * e.m * e.k / (ms * 1e-3)
+            found.append((math.log2(e.batch * e.m * e.m), math.log2(e.k), math.log2(rate)))
+    return tuple(found)
+
+
+@functools.lru_cache(maxsize=65536)
+def _rate(architecture: int, symmetric: bool, with_c: bool, elements: float, depth: float) -> float:
+    """Operations a second, by inverse square distance."""
+    points = _points(architecture, symmetric, with_c)
+    total = weights = 0.0
+    for x, y, z in points:
+        distance = (x - elements) ** 2 + (y - depth) ** 2 + _SOFTENING
+        total += z / distance**2
+        weights += 1 / distance**2
+    return float(2.0 ** (total / weights))
+
+
+def has_kernels(gpu: Gpu) -> bool:
+    """Whether this package's kernels are measured, and so used, on the GPU's architecture."""
+    return family(gpu.architecture) == gpu.architecture and len(load_table(gpu.architecture)) > 0
+
+
+def product_seconds(
+    gpu: Gpu, batch: float, m: int, n: int, k: int, *, symmetric: bool = False, with_c: bool = False
+) -> float:
+    """``batch`` products of 16-bit ``(m, k) x (k, n)``.
+
+    Args:
+        symmetric: by a kernel that computes half of the result.
+        with_c: another matrix is added.
+    """
+    flops = 2 * batch * m * n * k
+    if flops == 0:
+        return 0.0
+    where = (math.log2(batch * m * n), math.log2(k))
+    if has_kernels(gpu):
+        scale = gpu.bf16 / GPUS["h100"].bf16
+        rate = _rate(gpu.architecture, symmetric, with_c, *where) * scale
+    else:
+        # The shape of the curve is the H100's, the height the datasheet's.
+        best = max(z for _, _, z in _points(90, False, False))
+        filled = _rate(90, False, with_c, *where) / 2**best
+        rate = gpu.bf16 * 1e12 * EFFICIENCY.products * filled
+    return float(max(flops / rate, _LAUNCH))
+
+
+def newton_schulz_seconds(gpu: Gpu, batch: int, m: int, n: int, group: Group) -> float:
+    """Products of the orthogonalization of ``(batch, m, n)``, as the rule's hyperparameters and the GPU have it done.
+
+    Args:
+        group: ``ns_steps``, ``ns_coefficients``, ``ns_dtype`` and ``compat`` are read.
+    """
+    short, long = min(m, n), max(m, n)
+    steps = int(group["ns_steps"])
+    if not _kernels_run(gpu, group):
+        wide = 2.0 if group["ns_dtype"] == "float32" else 1.0  # in TF32 at best
+        each = product_seconds(gpu, batch, short, short, long)
+        each += product_seconds(gpu, batch, short, short, short, with_c=True)
+        each += product_seconds(gpu, batch, short, long, short, with_c=True)
+        return wide * steps * each
+    square = product_seconds(gpu, batch, short, short, short, symmetric=True)
+    square_c = product_seconds(gpu, batch, short, short, short, symmetric=True, with_c=True)
+    gram = product_seconds(gpu, batch, short, short, long, symmetric=True)
+    apply = product_seconds(gpu, batch, short, long, short)
+    if not _is_gram(m, n, group):
+        second = square_c if group["ns_dtype"] == "bfloat16" else square
+        return steps * (gram + second + apply)
+    segments = _segments(steps, group)
+    return segments * (gram + apply) + steps * square_c + 3 * (steps - segments) * square
+
+
+def newton_schulz_launches(gpu: Gpu, m: int, n: int, group: Group) -> int:
+    """Kernels of one call, normalization among them."""
+    steps = int(group["ns_steps"])
+    if not _kernels_run(gpu, group):
+        return 3 * steps + 4
+    if not _is_gram(m, n, group):
+        return 3 * steps + 3
+    segments = _segments(steps, group)
+    return 2 * segments + steps + 3 * (steps - segments) + 3
+
+
+def _kernels_run(gpu: Gpu, group: Group) -> bool:
+    scale_free = group["compat"] is None and group["eps"] is None
+    frobenius = resolve_coefficients(group["ns_coefficients"], group["ns_steps"]).scaling == "frobenius"
+    return has_kernels(gpu) and scale_free and frobenius and group["ns_dtype"] in (None, "float16", "bfloat16")
+
+
+def _is_gram(m: int, n: int, group: Group) -> bool:
+    return group["ns_dtype"] != "bfloat16" and bool(gram_pays(m, n))
+
+
+def _segments(steps: int, group: Group) -> int:
+    resolved = resolve_coefficients(group["ns_coefficients"], steps)
+    places: Sequence[int] = find_restart_steps(resolved.steps)
+    return len(places) + 1

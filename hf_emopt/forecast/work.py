@@ -1,0 +1,151 @@
+"""Seconds that one rank's transforms take, by rule, shape and batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from hf_emopt.forecast.amounts import Array, Kind
+from hf_emopt.forecast.hardware import EFFICIENCY, GPUS, Gpu
+from hf_emopt.forecast.products import has_kernels, newton_schulz_launches, newton_schulz_seconds, product_seconds
+from hf_emopt.linalg.newton_schulz_sharded import sharded_cost
+from hf_emopt.rules.base import Group, MatrixRule
+from hf_emopt.rules.kronecker import KroneckerRule
+from hf_emopt.rules.muon import MuonRule, NorMuonRule
+
+__all__ = ["UNFUSED", "Passes", "Work", "passes", "refresh_seconds", "transform_work"]
+
+# Seconds of the refresh of a side of 2048, and of a call, on an H200 with TF32 products: from a synchronous and a staggered
+# schedule of frequency 10 (benchmarks/results/refresh_2048_h200.json). In SOAP's call is what small batches lose.
+_REFRESH_SIDE = {"soap": 2.2e-3, "shampoo": 5.1e-3, "kl_shampoo": 5.1e-3}
+_REFRESH_CALL = {"soap": 10e-3, "shampoo": 0.9e-3, "kl_shampoo": 0.9e-3}
+
+
+@dataclass(frozen=True)
+class Work:
+    """Of one batch.
+
+    Attributes:
+        seconds: of products.
+        sums_bytes: of all-reduces among a team, and ``sums`` their number; ``parts`` ranks take part.
+        launches: kernels.
+    """
+
+    seconds: float
+    sums_bytes: float = 0.0
+    sums: int = 0
+    parts: int = 1
+    launches: int = 0
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Bytes that elementwise passes read and write.
+
+    Attributes:
+        local: an element of a matrix that the rank holds.
+        owned: one that it transforms.
+        checked: an element of any gradient, which is looked through for numbers that are not finite.
+        aux: an element that AdamW steps.
+    """
+
+    local: float
+    owned: float
+    checked: float
+    aux: float
+
+
+def passes(rule: MatrixRule, group: Group, gpu: Gpu, *, sharded: bool, world_size: int, weight: int, wire: int) -> Passes:
+    """What one step of the fused passes moves.
+
+    Args:
+        weight, wire: bytes of a weight (and of its gradient), and of an element on its way between ranks.
+    """
+    low = 4 if weight == 2 else 0  # the low bits that are kept beside a 16-bit weight, read and written
+    grad = weight
+    apply = 2 * weight + low
+    travels = world_size > 1
+    rule_owned, first = _rule_bytes(rule, group, gpu)
+    momentum = grad + 8 if rule.momentum_form(group) is not None else grad
+    room = wire if sharded and travels and first == 2 else 4
+    owned = 2 * room + 2 + rule_owned if isinstance(rule, MuonRule) else rule_owned  # norm, cast
+    if sharded:
+        local = momentum + (wire if travels else room) + apply + (wire if travels else 2)
+        owned += (2 * wire + room + 2) if travels else 0.0  # unpacked on arrival, packed to go back
+    else:
+        owned += momentum + room + (wire + 2 if travels else 0.0)
+        local = apply + (wire if travels else 2)
+    # What is counted for rules with factors was measured as it is.
+    slow = 1.0 if has_kernels(gpu) or not isinstance(rule, MuonRule) else UNFUSED
+    return Passes(slow * local, slow * owned, grad, 3 * weight + 16 + low)
+
+
+UNFUSED = 3.3
+"""How many times the bytes torch's foreach functions and copies move; from the two files ``*_foreach.json``."""
+
+
+def _rule_bytes(rule: MatrixRule, group: Group, gpu: Gpu) -> tuple[float, int]:
+    """Bytes an owned element of what a rule does besides products, and the width of the room that it reads."""
+    if isinstance(rule, NorMuonRule):
+        return 36.0, 4  # row norms, scale and the norm of the whole, in float32
+    if isinstance(rule, MuonRule):
+        return 0.0, 2 if rule.defers_scale(group) and has_kernels(gpu) else 4
+    # From the steps between refreshes of a synchronous schedule, their products subtracted.
+    return (165.0 if rule.name == "soap" else 190.0), 4
+
+
+def transform_work(gpu: Gpu, rule: MatrixRule, group: Group, kind: Kind, count: int, group_key: Any = None) -> Work:
+    """One batch of ``count`` matrices of a kind.
+
+    Args:
+        group_key: anything hashable that stands for the group's hyperparameters, for results to be kept.
+    """
+    if group_key is None:
+        return _work(gpu, rule, group, kind, count)
+    key = (gpu.name, gpu.bf16, rule.name, group_key, kind, count)
+    if key not in _known:
+        _known[key] = _work(gpu, rule, group, kind, count)
+    return _known[key]
+
+
+_known: dict[Any, Work] = {}
+
+
+def _work(gpu: Gpu, rule: MatrixRule, group: Group, kind: Kind, count: int) -> Work:
+    m, n = kind.shape
+    if isinstance(rule, KroneckerRule):
+        return Work(count * _kronecker_seconds(gpu, rule, group, m, n), launches=200)
+    if not isinstance(rule, MuonRule):
+        raise ValueError(f"there is no model of the time of {rule.name}")
+    launches = newton_schulz_launches(gpu, m, n, group)
+    cut = kind.cut
+    if cut is None or not cut.team:
+        return Work(newton_schulz_seconds(gpu, count, m, n, group), launches=launches)
+    parts = len(cut.team)
+    cost = sharded_cost(*cut.full_shape, parts, group["ns_steps"], group["ns_coefficients"], cut.method)
+    short, long = min(cut.full_shape), max(cut.full_shape)
+    columns = max(1, -(-long // parts))
+    one = product_seconds(gpu, count, short, columns, short)
+    seconds = cost.flops * count * one / (2 * count * short * short * columns)
+    return Work(seconds, count * cost.bytes, cost.messages, parts, launches)
+
+
+def _kronecker_seconds(gpu: Gpu, rule: KroneckerRule, group: Group, m: int, n: int) -> float:
+    """Products of one matrix in a step without refreshes."""
+    products = 3 if rule.name == "soap" else 2
+    return rule.block_flops(m, n, group, products=products, refresh_products=0) / _rate(gpu, group)
+
+
+def _rate(gpu: Gpu, group: Group) -> float:
+    """Operations a second of float32 products in the group's precision."""
+    return (gpu.fp32 if group["matmul_precision"] == "highest" else gpu.tf32) * 1e12 * EFFICIENCY.tf32
+
+
+def refresh_seconds(gpu: Gpu, rule: MatrixRule, group: Group, sides: Array, calls: Array) -> Array:
+    """Of a rank's refreshes in a step.
+
+    Args:
+        sides, calls: see :class:`~hf_emopt.forecast.refreshes.Refreshes`.
+    """
+    slower = GPUS["h200"].tf32 / (gpu.fp32 if group["matmul_precision"] == "highest" else gpu.tf32)
+    return slower * _REFRESH_SIDE[rule.name] * sides + _REFRESH_CALL[rule.name] * calls
