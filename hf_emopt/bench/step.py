@@ -133,8 +133,12 @@ def measure_all(
     return [attempt(name, makers.get(name), settings, device) for name in names]
 
 
-def attempt(name: str, maker: Maker | None, settings: Settings, device: torch.device) -> Row:
-    """:func:`measure`; where it fails the row says why, since the other rows are still wanted."""
+def attempt(name: str, maker: Maker | None, settings: Settings, device: torch.device, label: str = "") -> Row:
+    """:func:`measure`; where it fails the row says why, since the other rows are still wanted.
+
+    Args:
+        label: printed beside the name when it is done.
+    """
     try:
         row = measure(name, maker, settings, device)
     except Unavailable as reason:
@@ -145,7 +149,9 @@ def attempt(name: str, maker: Maker | None, settings: Settings, device: torch.de
     if device.type == "cuda":
         torch.cuda.empty_cache()
     if dist.get_rank() == 0:
-        print(f"{name}: {row.get('error') or row.get('unavailable') or 'done'}", flush=True)
+        print(
+            f"{name}{', ' if label else ''}{label}: {row.get('error') or row.get('unavailable') or 'done'}", flush=True
+        )
     return row
 
 

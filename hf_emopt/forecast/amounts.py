@@ -181,7 +181,9 @@ def memory(optimizer: MatrixOptimizer, placed: Placed, frozen_bytes: int = 0) ->
             state = state + 4
         for s in bucket.segments:
             param = groups[bucket.group]["params"][bucket.parameters[s.parameter].position]
-            amounts[divmod(s.owner, bucket.storage.shards)] += s.numel * _bytes_each(optimizer, param.dtype, bucket.group)
+            amounts[divmod(s.owner, bucket.storage.shards)] += s.numel * _bytes_each(
+                optimizer, param.dtype, bucket.group
+            )
         state = state + spread(bucket.storage, amounts, world)
     for g, i, storage in placed.own:
         param = groups[g]["params"][i]
@@ -205,9 +207,7 @@ def _bytes_each(optimizer: MatrixOptimizer, dtype: torch.dtype, group_index: int
 _unit_sizes: dict[Any, int] = {}
 
 
-def _unit_bytes(
-    optimizer: MatrixOptimizer, shape: tuple[int, int, int], dtype: torch.dtype, group_index: int
-) -> int:
+def _unit_bytes(optimizer: MatrixOptimizer, shape: tuple[int, int, int], dtype: torch.dtype, group_index: int) -> int:
     group = optimizer.param_groups[group_index]
     plain = tuple(sorted((k, str(v)) for k, v in group.items() if k not in ("params", "param_names", "units")))
     key = (optimizer.rule.name, shape, dtype, plain)

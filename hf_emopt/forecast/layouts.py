@@ -132,7 +132,9 @@ def place(
         ValueError: when the model has no plan of tensor parallelism, or one that is not known here.
     """
     dims = _tensor_dims(model) if layout.name == "fsdp2+tp" else {}
-    names = {(g, i): name for g, group in enumerate(optimizer.param_groups) for i, name in enumerate(group["param_names"])}
+    names = {
+        (g, i): name for g, group in enumerate(optimizer.param_groups) for i, name in enumerate(group["param_names"])
+    }
     planned, cuts = [], []
     for p in optimizer.planned_parameters():
         dim = _cut_dim(names[p.group, p.position], dims, p.storage.shape)
@@ -144,7 +146,9 @@ def place(
     if any(cut is not None for cut in cuts):
         modes = optimizer._modes
         wire = 2 if optimizer.transport_dtype in (None, "bfloat16") else 4
-        planned, _ = arrange_cuts(planned, cuts, [True] * len(cuts), optimizer.rule, optimizer.param_groups, modes, wire)
+        planned, _ = arrange_cuts(
+            planned, cuts, [True] * len(cuts), optimizer.rule, optimizer.param_groups, modes, wire
+        )
     copies, own = _others(optimizer, layout, dims, names)
     forward = optimizer.overlap_param_gather and layout.name == "ddp"
     return Placed(
@@ -198,5 +202,3 @@ def _tensor_dims(model: nn.Module | None) -> dict[str, int]:
 def _cut_dim(name: str, dims: dict[str, int], shape: Sequence[int]) -> int | None:
     dim = next((dim for pattern, dim in dims.items() if fnmatch.fnmatch(name, pattern)), None)
     return dim if dim is not None and dim < len(shape) else None
-
-

@@ -11,8 +11,9 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from typing import Literal
 
-from hf_emopt.forecast.hardware import EFFICIENCY, GPUS, Gpu
+from hf_emopt.forecast.hardware import GPUS, Gpu
 from hf_emopt.linalg.coefficients import resolve_coefficients
 from hf_emopt.linalg.gram_newton_schulz import find_restart_steps
 from hf_emopt.linalg.newton_schulz import gram_pays
@@ -25,6 +26,9 @@ __all__ = ["has_kernels", "newton_schulz_launches", "newton_schulz_seconds", "pr
 _SOFTENING = 0.05
 _LAUNCH = 3e-6
 """Seconds that the smallest kernel takes on the device."""
+
+_REFERENCE = GPUS["h100"]
+"""Whose kernels were measured."""
 
 _Point = tuple[float, float, float]
 
@@ -71,22 +75,20 @@ def product_seconds(
     if flops == 0:
         return 0.0
     where = (math.log2(batch * m * n), math.log2(k))
-    if has_kernels(gpu):
-        scale = gpu.bf16 / GPUS["h100"].bf16
-        rate = _rate(gpu.architecture, symmetric, with_c, *where) * scale
-    else:
-        # The shape of the curve is the H100's, the height the datasheet's.
-        best = max(z for _, _, z in _points(90, False, False))
-        filled = _rate(90, False, with_c, *where) / 2**best
-        rate = gpu.bf16 * 1e12 * EFFICIENCY.products * filled
+    # Where nothing is measured: general products, the H100's rates scaled by datasheets.
+    architecture = gpu.architecture if has_kernels(gpu) else _REFERENCE.architecture
+    rate = _rate(architecture, symmetric and has_kernels(gpu), with_c, *where) * gpu.bf16 / _REFERENCE.bf16
     return float(max(flops / rate, _LAUNCH))
 
 
-def newton_schulz_seconds(gpu: Gpu, batch: int, m: int, n: int, group: Group) -> float:
+def newton_schulz_seconds(
+    gpu: Gpu, batch: int, m: int, n: int, group: Group, form: Literal["standard", "gram"] | None = None
+) -> float:
     """Products of the orthogonalization of ``(batch, m, n)``, as the rule's hyperparameters and the GPU have it done.
 
     Args:
         group: ``ns_steps``, ``ns_coefficients``, ``ns_dtype`` and ``compat`` are read.
+        form: of the iteration; ``None`` for the one that the shape is given.
     """
     short, long = min(m, n), max(m, n)
     steps = int(group["ns_steps"])
@@ -100,7 +102,7 @@ def newton_schulz_seconds(gpu: Gpu, batch: int, m: int, n: int, group: Group) ->
     square_c = product_seconds(gpu, batch, short, short, short, symmetric=True, with_c=True)
     gram = product_seconds(gpu, batch, short, short, long, symmetric=True)
     apply = product_seconds(gpu, batch, short, long, short)
-    if not _is_gram(m, n, group):
+    if form == "standard" or (form is None and not _is_gram(m, n, group)):
         second = square_c if group["ns_dtype"] == "bfloat16" else square
         return steps * (gram + second + apply)
     segments = _segments(steps, group)

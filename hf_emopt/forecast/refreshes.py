@@ -70,11 +70,7 @@ def refreshes(optimizer: MatrixOptimizer, placed: Placed) -> Refreshes | None:
 def _lengths(rule: KroneckerRule, shape: tuple[int, int], group: Group) -> tuple[int, ...]:
     """Of each piece of a matrix, in the order of ``periodic_costs``."""
     return tuple(
-        s
-        for c in rule.grid(shape, group).classes
-        for _ in range(c.count)
-        for s in c.sizes
-        if rule.has_factor(s, group)
+        s for c in rule.grid(shape, group).classes for _ in range(c.count) for s in c.sizes if rule.has_factor(s, group)
     )
 
 

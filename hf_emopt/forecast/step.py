@@ -18,6 +18,7 @@ from hf_emopt.forecast.products import has_kernels
 from hf_emopt.forecast.refreshes import refreshes
 from hf_emopt.forecast.work import UNFUSED, Passes, passes, refresh_seconds, transform_work
 from hf_emopt.matrix_optimizer import MatrixOptimizer
+from hf_emopt.rules.muon import MuonRule
 
 __all__ = ["AdamWForecast", "Forecast", "Machine", "forecast"]
 
@@ -132,6 +133,8 @@ def forecast(
     buckets, copies = bucket_amounts(placed.plan, world), bucket_amounts(placed.aux_plan, world)
     wire = _wire_bytes(optimizer)
     products, sums, batches = _transforms(optimizer, machine, placed, buckets)
+    if isinstance(optimizer.rule, MuonRule):
+        products = products + EFFICIENCY.sustained * np.maximum(0.0, products - EFFICIENCY.boost_seconds)
     elementwise = _elementwise(optimizer, machine, placed, buckets, copies, wire)
     exchange = _exchanges(machine, buckets, wire) + _exchanges(machine, copies, None, optimizer)
     moved = [(wire * (b.sent + b.returned + b.shared)) for b in buckets]
@@ -147,7 +150,7 @@ def forecast(
     exposed = comm / count + max(0.0, comm * (1 - 1 / count) - busy * (1 - 1 / count))
     device = busy + exposed
     host = _host(buckets, copies, placed, batches, has_kernels(machine.gpu))
-    seconds = max(device + HOST.start_ms * 1e-3, host)
+    seconds = max(device + HOST.bucket_ms * 1e-3, host)
     numbers = memory(optimizer, placed, frozen_bytes)
     teams = {
         (i, p) for i, b in enumerate(placed.plan.buckets) for p in {s.parameter for s in b.segments if s.team or s.cuts}

@@ -17,8 +17,8 @@ __all__ = ["UNFUSED", "Passes", "Work", "passes", "refresh_seconds", "transform_
 
 # Seconds of the refresh of a side of 2048, and of a call, on an H200 with TF32 products: from a synchronous and a staggered
 # schedule of frequency 10 (benchmarks/results/refresh_2048_h200.json). In SOAP's call is what small batches lose.
-_REFRESH_SIDE = {"soap": 2.2e-3, "shampoo": 5.1e-3, "kl_shampoo": 5.1e-3}
-_REFRESH_CALL = {"soap": 10e-3, "shampoo": 0.9e-3, "kl_shampoo": 0.9e-3}
+_REFRESH_SIDE = {"soap": 1.83e-3, "shampoo": 5.07e-3, "kl_shampoo": 5.07e-3}
+_REFRESH_CALL = {"soap": 11.5e-3, "shampoo": 0.97e-3, "kl_shampoo": 0.97e-3}
 
 
 @dataclass(frozen=True)
@@ -55,30 +55,37 @@ class Passes:
     aux: float
 
 
-def passes(rule: MatrixRule, group: Group, gpu: Gpu, *, sharded: bool, world_size: int, weight: int, wire: int) -> Passes:
+def passes(
+    rule: MatrixRule, group: Group, gpu: Gpu, *, sharded: bool, world_size: int, weight: int, wire: int
+) -> Passes:
     """What one step of the fused passes moves.
 
     Args:
         weight, wire: bytes of a weight (and of its gradient), and of an element on its way between ranks.
     """
-    low = 4 if weight == 2 else 0  # the low bits that are kept beside a 16-bit weight, read and written
-    grad = weight
-    apply = 2 * weight + low
     travels = world_size > 1
     rule_owned, first = _rule_bytes(rule, group, gpu)
-    momentum = grad + 8 if rule.momentum_form(group) is not None else grad
+    momentum = weight + 8 if rule.momentum_form(group) is not None else weight
     room = wire if sharded and travels and first == 2 else 4
     owned = 2 * room + 2 + rule_owned if isinstance(rule, MuonRule) else rule_owned  # norm, cast
+    update = wire if travels else 2
+    apply = 2 * weight + update if weight >= 4 else APPLY_16_BITS
     if sharded:
-        local = momentum + (wire if travels else room) + apply + (wire if travels else 2)
+        local = momentum + (wire if travels else room) + apply
         owned += (2 * wire + room + 2) if travels else 0.0  # unpacked on arrival, packed to go back
     else:
         owned += momentum + room + (wire + 2 if travels else 0.0)
-        local = apply + (wire if travels else 2)
+        local = float(apply)
+        if weight < 4 and travels:  # owners step their weights, the others receive them
+            owned, local = owned + apply, 2 * weight
     # What is counted for rules with factors was measured as it is.
     slow = 1.0 if has_kernels(gpu) or not isinstance(rule, MuonRule) else UNFUSED
-    return Passes(slow * local, slow * owned, grad, 3 * weight + 16 + low)
+    return Passes(slow * local, slow * owned, weight, 3 * weight + 16 + (0 if weight >= 4 else APPLY_16_BITS))
 
+
+APPLY_16_BITS = 134.0
+"""Bytes an element of the last phase of 16-bit weights, which runs function by function: 46 to put the float32 weight
+together of its halves, 34 to step it, 50 to part it again, 4 to unpack the update (:mod:`hf_emopt.rules.masters`)."""
 
 UNFUSED = 3.3
 """How many times the bytes torch's foreach functions and copies move; from the two files ``*_foreach.json``."""
@@ -90,8 +97,8 @@ def _rule_bytes(rule: MatrixRule, group: Group, gpu: Gpu) -> tuple[float, int]:
         return 36.0, 4  # row norms, scale and the norm of the whole, in float32
     if isinstance(rule, MuonRule):
         return 0.0, 2 if rule.defers_scale(group) and has_kernels(gpu) else 4
-    # From the steps between refreshes of a synchronous schedule, their products subtracted.
-    return (165.0 if rule.name == "soap" else 190.0), 4
+    # Fitted to the steps between refreshes of a synchronous schedule, whose products are known: SOAP 197, Shampoo 201.
+    return 200.0, 4
 
 
 def transform_work(gpu: Gpu, rule: MatrixRule, group: Group, kind: Kind, count: int, group_key: Any = None) -> Work:
@@ -125,6 +132,9 @@ def _work(gpu: Gpu, rule: MatrixRule, group: Group, kind: Kind, count: int) -> W
     cost = sharded_cost(*cut.full_shape, parts, group["ns_steps"], group["ns_coefficients"], cut.method)
     short, long = min(cut.full_shape), max(cut.full_shape)
     columns = max(1, -(-long // parts))
+    if cut.method == "gram":  # the Gram matrices are everybody's, the rest is done to a slice
+        seconds = newton_schulz_seconds(gpu, count, short, columns, group, "gram")
+        return Work(seconds, count * cost.bytes, cost.messages, parts, launches)
     one = product_seconds(gpu, count, short, columns, short)
     seconds = cost.flops * count * one / (2 * count * short * short * columns)
     return Work(seconds, count * cost.bytes, cost.messages, parts, launches)

@@ -150,6 +150,8 @@ class KroneckerRule(RefreshingRule):
     def block_flops(self, m: int, n: int, group: Group, products: int, refresh_products: int) -> int:
         """Floating-point operations of an ``m x n`` matrix in a step, averaged over a period.
 
+        One an element where no side has a factor, since what costs nothing would all be given to one rank.
+
         Args:
             products: products of a block with a square matrix on each preconditioned side, in every step.
             refresh_products: products of two such square matrices, once a period.
@@ -161,7 +163,7 @@ class KroneckerRule(RefreshingRule):
             total += c.count * sum(
                 2 * products * numel * s + 2 * refresh_products * s**3 // self.period(group) for s in sides
             )
-        return total
+        return total or m * n
 
     def precision(self, group: Group) -> AbstractContextManager[None]:
         """Context in which this rule's float32 products run."""

@@ -13,10 +13,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import hf_emopt
-from hf_emopt.bench.step import Row, Settings, attempt, measure
+from hf_emopt.bench.advice import exposed_share, measure_alternatives
+from hf_emopt.bench.step import Row, Settings, attempt, measure, measure_all
 from hf_emopt.bench.step_models import build_model, check_layout, lay_out
 from hf_emopt.bench.step_optimizers import OPTIMIZERS
 from hf_emopt.bench.step_report import about, plot, save, table
+from hf_emopt.cli import main
 
 TINY = {"model": "tiny", "tokens": 16, "length": 16, "steps": 1, "warmup": 1}
 MATRICES = 2 * 7
@@ -143,3 +145,54 @@ def test_table_json_and_plot(tmp_path: Path) -> None:
     assert [r["optimizer_name"] for r in loaded["rows"]] == ["none", "adamw", "muon", "dion"]
     plot(tmp_path / "s.png", facts, rows)
     assert (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG")
+
+
+def advised(layout: str) -> tuple[list[Any], dict[str, dict[int, float]], list[Row]]:
+    device, settings = torch.device("cpu"), Settings(**{**TINY, "steps": 2}, layout=layout)
+    rows = measure_all(["none", "muon"], OPTIMIZERS, settings, device)
+    verdicts = measure_alternatives(rows, OPTIMIZERS, settings, 2, device)
+    return verdicts, exposed_share(rows, OPTIMIZERS, settings, device), rows
+
+
+def test_alternatives_are_measured(two: World) -> None:
+    """Each on both ranks, and twice the tokens for what the optimizer adds."""
+    for verdicts, shares, rows in two.run(advised, layout="ddp"):
+        assert [v.setting for v in verdicts] == [
+            "HF_EMOPT_MAX_BUCKET_NUMEL=33554432", "HF_EMOPT_MAX_BUCKET_NUMEL=134217728", "overlap_param_gather=True",
+            "layout fsdp2",
+        ]  # fmt: skip
+        assert not any(v.error for v in verdicts)
+        assert all(v.before == rows[1]["step"] and v.after > 0 for v in verdicts)
+        assert list(shares["muon"]) == [16, 32]
+
+
+def test_the_command_starts_processes_and_writes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "step.json"
+    size = ["--tokens", "16", "--length", "16", "--steps", "1", "--warmup", "1"]
+    assert main(["bench", "step", "--model", "tiny", "--nproc", "2", "--optim", "muon", *size, "--no-alternatives",
+                 "--optim_args", "ns_steps=3", "--output", str(path)]) == 0  # fmt: skip
+    assert "tiny, ddp, 2 ranks, 16 tokens a rank" in capfd.readouterr().out
+    content = json.loads(path.read_text())
+    assert [r["optimizer_name"] for r in content["rows"]] == ["none", "muon"]
+    assert content["rows"][1]["transforms"] == 3 * MATRICES
+    assert (content["about"]["world_size"], content["about"]["options"]) == (2, {"ns_steps": 3})
+    assert path.with_suffix(".png").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "nowhere/config.json"], "does not exist"),
+        (["--model", "tiny", "--optim", "muno"], "--optim muno is not one of adamw"),
+        (["--model", "tiny", "--layout", "single", "--nproc", "2"], "use ddp or fsdp2"),
+        (["--model", "tiny", "--nproc", "0"], "--nproc 0"),
+        (["--model", "tiny", "--optim_args", "ns_step=3"], "ns_steps"),
+        (["--model", "tiny", "--optim", "adamw", "--optim_args", "ns_steps=3"], "--optim names none"),
+        (["--model", "tiny", "--tokens", "8"], "no whole sequence"),
+    ],
+)
+def test_bad_input_is_found_before_processes_start(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "step", *arguments]) == 2
+    assert message in capsys.readouterr().err

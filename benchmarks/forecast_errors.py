@@ -1,0 +1,216 @@
+"""What `hf-emopt plan` predicts for every step that is stored in `benchmarks/results`, beside what was measured.
+
+    python benchmarks/forecast_errors.py
+
+The constants of the model are fitted on the steps marked so; the others are predictions. Steps that were measured with code
+that has since been replaced are marked too: the model is of the code as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import hf_emopt
+from hf_emopt.bench.step_models import MODELS
+from hf_emopt.forecast.hardware import EFFICIENCY, GPUS, NETWORKS
+from hf_emopt.forecast.layouts import Layout
+from hf_emopt.forecast.products import newton_schulz_seconds
+from hf_emopt.forecast.step import Forecast, Machine, forecast
+from hf_emopt.matrix_optimizer import MatrixOptimizer
+
+RESULTS = Path(__file__).parent / "results"
+TWO = Machine(GPUS["h200"], NETWORKS["nvlink"])
+KRONECKER: dict[str, Any] = {"precondition_frequency": 10, "max_preconditioner_dim": 2048, "matmul_precision": "tf32"}
+OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "muon": (hf_emopt.Muon, {}),
+    "muon-overlap": (hf_emopt.Muon, {"overlap_param_gather": True}),
+    "normuon": (hf_emopt.NorMuon, {}),
+    "soap": (hf_emopt.SOAP, {"oversize": "block", **KRONECKER}),
+    "shampoo": (hf_emopt.Shampoo, KRONECKER),
+    "kl_shampoo": (hf_emopt.KLShampoo, KRONECKER),
+}
+
+FITTED = "fitted"
+PREDICTED = "predicted"
+OLDER = "older code"
+FITTED_FILES = ("step_ddp_1.1b_2xh200", "refresh_2048_h200")
+"""Muon's and AdamW's steps of the first, SOAP's and Shampoo's of the second. AdamW's host time under FSDP2 is fitted to the
+three files of that layout; how products slow down to those of ``kernels_h200`` that take longer than 5 ms."""
+FITTED_ADAMW = ("step_fsdp2_1.1b_2xh200", "step_fsdp2_1.1b_2xh200_foreach", "step_fsdp2_wide_2xh200")
+OLDER_COMMITS = ("be0df71", "0e9c519")
+"""Before the elementwise passes over runs and the kernels' tables."""
+SMALL_BUCKETS = ("0e9c519", "c495b4f")
+"""When a bucket of copies had as many elements as a bucket of shards; since then it has twice as many on two ranks."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measured step, milliseconds: the median, or the mean where steps differ by schedule.
+
+    Attributes:
+        role: ``"fitted"``, ``"predicted"`` or ``"older code"``.
+    """
+
+    file: str
+    what: str
+    optim: str
+    role: str
+    measured: float
+    predicted: float
+
+    @property
+    def ratio(self) -> float:
+        """Predicted over measured."""
+        return self.predicted / self.measured
+
+
+def role(file: str, commit: str, optim: str) -> str:
+    """What a stored step is to the model."""
+    if file == FITTED_FILES[0] or (optim == "adamw" and file in FITTED_ADAMW):
+        return FITTED
+    if file == FITTED_FILES[1] and optim in ("soap", "shampoo"):
+        return FITTED
+    return OLDER if commit.startswith(OLDER_COMMITS) else PREDICTED
+
+
+def llama(**sizes: Any) -> nn.Module:
+    with torch.device("meta"):
+        return LlamaForCausalLM(LlamaConfig(**{"tie_word_embeddings": False, **sizes}))
+
+
+def whole_steps(path: Path) -> Iterator[Point]:
+    """Of `step_time.py`."""
+    content = json.loads(path.read_text())
+    about = content["about"]
+    if about["card"] != "NVIDIA H200" or about["layout"] not in ("single", "ddp", "fsdp2", "fsdp2+tp", "hsdp"):
+        return
+    world, commit = about["world_size"], str(about["commit"])
+    model = llama(**{"vocab_size": 32000, **MODELS[about["model"]]})
+    name = "ddp" if about["layout"] == "single" else about["layout"]
+    layout = Layout(name, world, world // about.get("replicas", 2) or 1, about.get("tp_size", 2))
+    numel = 2**25 if commit.startswith(SMALL_BUCKETS) and name == "ddp" else None
+    made: Forecast | None = None
+    for row in content["rows"]:
+        optim = row["optimizer_name"]
+        if optim not in OPTIMIZERS or "optimizer" not in row:
+            continue
+        cls, options = OPTIMIZERS[optim]
+        made = forecast(cls(model, **options), layout, TWO, model, max_bucket_numel=numel)
+        scheduled = optim in ("soap", "shampoo", "kl_shampoo")
+        measured = row["optimizer_mean" if scheduled else "optimizer"]
+        what = f"{about['model']}, {about['layout']}, {world} GPUs"
+        yield Point(path.stem, what, optim, role(path.stem, commit, optim), measured, 1e3 * made.seconds)
+    adamw = [r for r in content["rows"] if r["optimizer_name"] == "adamw" and "optimizer" in r]
+    for row in adamw if made is not None else []:
+        kind = role(path.stem, commit, "adamw")
+        kind = PREDICTED if kind == OLDER else kind  # torch's own code
+        what = f"{about['model']}, {about['layout']}, {world} GPUs"
+        yield Point(path.stem, what, "adamw", kind, row["optimizer"], 1e3 * made.adamw.seconds)  # type: ignore[union-attr]
+
+
+def slices(path: Path) -> Iterator[Point]:
+    """Of `tensor_parallel.py`: two matrices in 16 bits, each cut over two ranks."""
+    content = json.loads(path.read_text())
+    for row in content["rows"]:
+        rows, columns = row["shape"]
+        with torch.device("meta"):
+            layers = [nn.Linear(columns, rows, bias=False, dtype=torch.bfloat16) for _ in range(row["matrices"])]
+        model = nn.ModuleList(layers)
+        long = 0 if rows > columns else 1
+        dim = long if row["cut"] == "long" else 1 - long
+        model.config = SimpleNamespace(base_model_tp_plan={"*": ("colwise", "rowwise")[dim]})  # type: ignore[assignment]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # blockwise says that it is another update
+            optimizer = getattr(hf_emopt, row["optimizer"])(model, tensor_parallel=row["asked"])
+            made = forecast(optimizer, Layout("fsdp2+tp", row["ranks"], tp_size=row["ranks"]), TWO, model)
+        what = f"2 x {rows} x {columns} cut along the {row['cut']} side, {row['asked']}"
+        commit = str(content["about"]["commit"])
+        name = row["optimizer"].lower()
+        yield Point(path.stem, what, name, role(path.stem, commit, name), row["median_ms"], 1e3 * made.seconds)
+
+
+def periods(path: Path) -> Iterator[Point]:
+    """Of `refresh_cost.py`: four layers on one GPU."""
+    content = json.loads(path.read_text())
+    settings = content["settings"]
+    if settings["device"] != "cuda":
+        return
+    hidden, commit = int(settings["hidden"]), content["commit"]
+    model = llama(
+        vocab_size=1024, hidden_size=hidden, intermediate_size=int(hidden * 2.75), num_hidden_layers=4,
+        num_attention_heads=hidden // 64, tie_word_embeddings=True,
+    )  # fmt: skip
+    for row in content["rows"]:
+        optim = row["optim"]
+        what = f"4 layers of hidden {hidden}, 1 GPU" + (f", {row['refresh']}" if row["refresh"] else "")
+        if optim == "adamw":
+            made = forecast(hf_emopt.Muon(model), Layout("ddp", 1), TWO)
+            yield Point(path.stem, what, optim, PREDICTED, row["median"], 1e3 * made.adamw.seconds)
+            continue
+        cls, options = OPTIMIZERS[optim]
+        if row["refresh"]:
+            options = {**options, "refresh": row["refresh"], "matmul_precision": settings["precision"]}
+        optimizer: MatrixOptimizer = cls(model, **options)
+        made = forecast(optimizer, Layout("ddp", 1), TWO)
+        yield Point(path.stem, what, optim, role(path.stem, commit, optim), row["mean"], 1e3 * made.seconds)
+
+
+def points() -> list[Point]:
+    """Every stored step that the model speaks of."""
+    found: list[Point] = []
+    for path in sorted(RESULTS.glob("step_*.json")):
+        if "about" in json.loads(path.read_text()):
+            found += whole_steps(path)
+    for path in sorted(RESULTS.glob("tensor_parallel_*.json")):
+        found += slices(path)
+    for path in sorted(RESULTS.glob("refresh_*.json")):
+        found += periods(path)
+    return found
+
+
+def kernels(card: str) -> list[Point]:
+    """Single orthogonalizations of `kernel_times.py`, the pass before them included."""
+    content = json.loads((RESULTS / f"kernels_{card}.json").read_text())
+    gpu = GPUS[card]
+    group = {"ns_steps": 5, "ns_coefficients": "jordan", "ns_dtype": None, "compat": None, "eps": None}
+    found = []
+    for row in content["rows"]:
+        batch, m, n = row["shape"]
+        results = row["implementations"]
+        measured = min(results[name]["ms"] for name in ("hf_emopt", "hf_emopt, graph") if name in results)
+        normalize = 8 * batch * m * n / Machine(gpu, NETWORKS["nvlink"]).bandwidth
+        products = newton_schulz_seconds(gpu, batch, m, n, group)
+        products += EFFICIENCY.sustained * max(0.0, products - EFFICIENCY.boost_seconds)
+        predicted = products + normalize
+        kind = FITTED if card == "h200" and 1e-3 * measured > EFFICIENCY.boost_seconds else PREDICTED
+        found.append(Point(f"kernels_{card}", f"{batch} x {m} x {n}", "newton_schulz", kind, measured, 1e3 * predicted))
+    return found
+
+
+def table(found: list[Point]) -> str:
+    """As Markdown."""
+    lines = ["| step | optimizer | | measured ms | predicted ms | ratio |", "|---|---|---|---|---|---|"]
+    for p in found:
+        lines.append(f"| {p.what} | {p.optim} | {p.role} | {p.measured:.2f} | {p.predicted:.2f} | {p.ratio:.2f} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    print(table(points()))
+    print("\n" + table(kernels("h200")))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,337 @@
+"""Predicted steps: by hand on small numbers, and beside every step that is stored."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config
+
+import forecast_errors
+import hf_emopt
+from forecast_errors import FITTED, OLDER, PREDICTED
+from hf_emopt.cli import main
+from hf_emopt.forecast.hardware import EFFICIENCY, GPUS, HOST, NETWORKS, custom_gpu
+from hf_emopt.forecast.layouts import Layout, place
+from hf_emopt.forecast.products import newton_schulz_seconds, product_seconds
+from hf_emopt.forecast.refreshes import refreshes
+from hf_emopt.forecast.step import Machine, forecast
+
+M = Machine(GPUS["h100"], NETWORKS["ib400"])
+N, SIDE = 8, 16
+
+
+def squares(count: int = N, side: int = SIDE, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Matrices alone: ``count`` of ``side x side``."""
+    with torch.device("meta"):
+        return nn.ModuleList([nn.Linear(side, side, bias=False, dtype=dtype) for _ in range(count)])
+
+
+P = N * SIDE * SIDE
+
+
+def llama(**sizes: Any) -> LlamaForCausalLM:
+    default = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+               "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}  # fmt: skip
+    with torch.device("meta"):
+        return LlamaForCausalLM(LlamaConfig(**{**default, **sizes}))
+
+
+# ---------------------------------------------------------------------- bytes, memory, balance, by hand
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_bytes_that_travel(world: int) -> None:
+    """2 P / W to owners and back under FSDP2, P (W - 1) / W of other ranks' updates under DDP, two bytes each."""
+    sharded = forecast(hf_emopt.Muon(squares()), Layout("fsdp2", world), M)
+    assert sharded.received_bytes == sharded.sent_bytes == 2 * (2 * P / world)
+    copies = forecast(hf_emopt.Muon(squares()), Layout("ddp", world), M)
+    assert copies.received_bytes == copies.sent_bytes == 2 * (P * (world - 1) / world)
+    assert sharded.flops_balance == sharded.bytes_balance == copies.flops_balance == 1.0
+
+
+def test_bytes_under_hsdp_and_on_one_rank() -> None:
+    """Two replicas of four shards: P / 8 twice within a replica, and from the other replica half of a shard's P / 4."""
+    made = forecast(hf_emopt.Muon(squares()), Layout("hsdp", 8, shards=4), M)
+    assert made.received_bytes == 2 * (2 * P / 8 + P / 4 / 2)
+    alone = forecast(hf_emopt.Muon(squares()), Layout("ddp", 1), M)
+    assert alone.received_bytes == alone.sent_bytes == alone.exchange == 0.0
+
+
+def test_wire_of_four_bytes_and_weights_of_the_others() -> None:
+    """Under DDP what AdamW has stepped travels as it is: all but a rank's own part of embedding, head and norms."""
+    model = llama(vocab_size=2048)
+    wide = forecast(hf_emopt.Muon(model, transport_dtype="float32"), Layout("ddp", 2), M)
+    narrow = forecast(hf_emopt.Muon(model), Layout("ddp", 2), M)
+    matrices = sum(p.numel() for n, p in model.named_parameters() if "proj" in n)
+    assert wide.received_bytes - narrow.received_bytes == pytest.approx(2 * matrices / 2, rel=0.05)
+    others = sum(p.numel() for n, p in model.named_parameters() if "proj" not in n)
+    assert narrow.received_bytes == pytest.approx(2 * matrices / 2 + 4 * others / 2, rel=0.05)
+
+
+@pytest.mark.parametrize(("layout", "weights", "state"), [("ddp", 4 * P, P), ("fsdp2", P, P), ("hsdp", 2 * P, 2 * P)])
+def test_memory_on_four_ranks(layout: str, weights: int, state: int) -> None:
+    """Momentum of four bytes an element lies with owners under DDP, and as weights do elsewhere; a counter a matrix."""
+    made = forecast(hf_emopt.Muon(squares()), Layout(layout, 4, shards=2), M)
+    assert made.memory.weights.tolist() == made.memory.gradients.tolist() == [weights] * 4
+    assert made.memory.state.tolist() == [state + 4 * N] * 4
+    assert made.adamw.state_bytes == 2 * weights + 4 * N
+
+
+def test_balance_of_uneven_work() -> None:
+    """Three equal matrices whose factors cannot be cut, on two ranks: one has two of them, so 2 / 1.5."""
+    optimizer = hf_emopt.Shampoo(squares(3))
+    made = forecast(optimizer, Layout("fsdp2", 2), M)
+    assert made.flops_balance == pytest.approx(4 / 3)
+    assert made.time_balance == pytest.approx(4 / 3)
+
+
+def test_matrices_without_a_factor_are_shared_out_too() -> None:
+    """SOAP of one-sided factors leaves sides above the limit alone: such matrices cost their elements, not nothing."""
+    optimizer = hf_emopt.SOAP(squares(4), max_preconditioner_dim=8)
+    group = optimizer.param_groups[0]
+    assert optimizer.rule.cost(SIDE, SIDE, group) == SIDE * SIDE
+    placed = place(optimizer, Layout("ddp", 4))
+    assert sorted(placed.plan.numels()) == [SIDE * SIDE] * 4
+
+
+def test_refreshes_are_counted_by_step_and_rank() -> None:
+    """Sixteen sides of 16 a period, in units of 2048 cubed; all on one step when they are synchronous."""
+    for schedule in ("synchronous", "staggered"):
+        optimizer = hf_emopt.Shampoo(squares(), refresh=schedule, precondition_frequency=4)
+        found = refreshes(optimizer, place(optimizer, Layout("fsdp2", 2)))
+        assert found is not None
+        assert found.sides.shape == (4, 2)
+        assert found.sides.sum() == pytest.approx(2 * N * (SIDE / 2048) ** 3)
+        assert (found.sides.sum(axis=1) > 0).sum() == (
+            1 if schedule == "synchronous" else (found.calls > 0).any(axis=1).sum()
+        )
+    assert refreshes(hf_emopt.Muon(squares()), place(hf_emopt.Muon(squares()), Layout("ddp", 1))) is None
+
+
+# ---------------------------------------------------------------------- time, by hand
+
+
+def test_a_collective_inside_a_node_and_between_nodes() -> None:
+    """Of 16 ranks on two nodes 7 others are near and 8 far; the slower of the two links decides, and peers cost messages."""
+    received = 16e9
+    near = received * 7 / 16 / (450e9 * EFFICIENCY.nvlink)
+    far = received * 8 / 16 / (50e9 * EFFICIENCY.network)
+    assert far > near
+    assert M.exchange_seconds(received, range(16)) == pytest.approx(far + (30 + 8) * 1e-6)
+    assert M.exchange_seconds(received, range(8)) == pytest.approx(
+        received * 7 / 8 / (450e9 * EFFICIENCY.nvlink) + 20e-6
+    )
+    assert M.exchange_seconds(received, range(1)) == M.exchange_seconds(0.0, range(8)) == 0.0
+
+
+def test_passes_are_bytes_over_bandwidth() -> None:
+    """FSDP2, two ranks, an element: momentum 14 (gradient, momentum twice, wire), step 10, look for numbers that are not
+    finite 4; of an owned one unpacked 4, norm and cast 6, packed 4."""
+    made = forecast(hf_emopt.Muon(squares()), Layout("fsdp2", 2), M)
+    local = P / 2
+    assert made.passes == pytest.approx(local * (14 + 10 + 4 + 4 + 6 + 4) / M.bandwidth)
+    without = forecast(hf_emopt.Muon(squares(), skip_nonfinite=False), Layout("fsdp2", 2), M)
+    assert made.passes - without.passes == pytest.approx(local * 4 / M.bandwidth)
+
+
+def test_the_host_bounds_small_steps() -> None:
+    """One bucket and one batch."""
+    made = forecast(hf_emopt.Muon(squares()), Layout("ddp", 1), M)
+    assert made.host == pytest.approx(1e-3 * (HOST.bucket_ms + HOST.batch_ms))
+    assert made.seconds == max(made.device + 1e-3 * HOST.bucket_ms, made.host)
+
+
+def test_overlap_hides_all_but_the_first_and_the_last_message() -> None:
+    model, layout = squares(64, 512), Layout("fsdp2", 2)
+    whole = forecast(hf_emopt.Muon(model), layout, M)
+    assert (whole.buckets, whole.exposed_exchange) == (1, whole.exchange)
+    cut = forecast(hf_emopt.Muon(model), layout, M, max_bucket_numel=4 * 512 * 512)
+    assert cut.buckets == 8
+    assert cut.exposed_exchange == pytest.approx(cut.exchange / 8)
+
+
+def test_measured_products_are_given_back() -> None:
+    """Neighbours count at a measured size too: within 15 % of the table, 25 % for small matrices. 16 times the batch takes
+    10 to 17 times as long."""
+    from hf_emopt.linalg.triton.configs import load_table
+
+    for entry in load_table(90):
+        found = 1e3 * product_seconds(
+            GPUS["h100"], entry.batch, entry.m, entry.m, entry.k, symmetric=True, with_c=entry.with_c
+        )
+        assert found == pytest.approx(entry.ms, rel=0.25 if entry.m < 1024 else 0.15)
+    one, many = (product_seconds(GPUS["h100"], b, 2048, 2048, 2048) for b in (1, 16))
+    assert 10 < many / one < 17
+
+
+def test_other_cards_go_by_their_datasheets() -> None:
+    """General products of the standard form, at the H100's rates times the ratio of datasheets."""
+    group = hf_emopt.Muon(squares()).param_groups[0]
+    a100, b200 = (newton_schulz_seconds(GPUS[name], 4, 4096, 4096, group) for name in ("a100", "b200"))
+    assert a100 / b200 == pytest.approx(2250 / 312)
+    gpu = custom_gpu("h100", tflops=2 * 989)
+    assert newton_schulz_seconds(gpu, 4, 4096, 4096, group) == pytest.approx(
+        newton_schulz_seconds(GPUS["h100"], 4, 4096, 4096, group) / 2
+    )
+
+
+# ---------------------------------------------------------------------- beside what was measured
+
+
+@pytest.fixture(scope="module")
+def points() -> list[forecast_errors.Point]:
+    return forecast_errors.points()
+
+
+def test_muons_steps_are_within_15_percent(points: list[forecast_errors.Point]) -> None:
+    """Every stored step of Muon by the code as it is, on one or two GPUs."""
+    found = [p for p in points if p.optim.startswith(("muon", "normuon")) and p.role in (FITTED, PREDICTED)]
+    assert len(found) >= 24
+    assert sum(p.role == PREDICTED for p in found) >= 22
+    wrong = [p for p in found if not 0.85 <= p.ratio <= 1.15]
+    assert not wrong
+
+
+def test_the_bounds_that_hold_for_the_others(points: list[forecast_errors.Point]) -> None:
+    """AdamW within 16 %, but for a model of 13 M; factors where they were fitted within 2 %. Older code took longer."""
+    for p in points:
+        small = "hidden 512" in p.what
+        if p.optim == "adamw":
+            assert 0.9 <= p.ratio <= (1.7 if small else 1.16)
+        elif p.optim in ("soap", "shampoo") and p.role == FITTED:
+            assert p.ratio == pytest.approx(1.0, abs=0.02)
+        elif p.role == OLDER and not small:
+            assert 0.5 <= p.ratio <= 1.0
+
+
+def test_orthogonalizations_are_within_15_percent() -> None:
+    for p in forecast_errors.kernels("h200"):
+        assert 0.85 <= p.ratio <= 1.15, p
+
+
+def test_every_measured_step_is_in_the_docs(points: list[forecast_errors.Point]) -> None:
+    """The page has the table that `benchmarks/forecast_errors.py` prints, ratios to the second digit."""
+    page = (Path(__file__).parents[1] / "docs" / "planning.md").read_text()
+    cells = [[c.strip() for c in line.strip("|").split("|")] for line in page.splitlines() if line.startswith("|")]
+    said = [(c[0], c[1], c[2], float(c[5])) for c in cells if len(c) == 6 and c[2] in (FITTED, PREDICTED, OLDER)]
+    for p in points + forecast_errors.kernels("h200"):
+        ratios = [ratio for what, optim, role, ratio in said if (what, optim, role) == (p.what, p.optim, p.role)]
+        assert any(abs(ratio - p.ratio) < 0.011 for ratio in ratios), p
+
+
+# ---------------------------------------------------------------------- the command
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, architectures=["LlamaForCausalLM"],
+    ).save_pretrained(tmp_path)  # fmt: skip
+    return str(tmp_path)
+
+
+ALL = ["--layout", "ddp", "fsdp2", "hsdp", "fsdp2+tp", "--tp-size", "2", "--shard-size", "4"]
+
+
+def test_every_optimizer_under_every_layout(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["muon", "normuon", "soap", "shampoo", "kl_shampoo"]
+    arguments = [
+        "plan",
+        "--model",
+        folder,
+        "--optim",
+        *names,
+        "--world-size",
+        "8",
+        *ALL,
+        "--json",
+        "--tokens-per-gpu",
+        "64",
+    ]
+    assert main(arguments) == 0
+    found = json.loads(capsys.readouterr().out)["forecast"]
+    assert [(r["layout"], r["optim"]) for r in found["rows"]] == [(x, n) for x in ALL[1:5] for n in names]
+    for row in found["rows"]:
+        assert all(math.isfinite(v) and v >= 0 for v in row.values() if isinstance(v, (int, float)))
+        assert row["step_ms"] > 0
+        assert row["state_bytes"] > 0
+        assert 0 < row["share_of_step"] < 1
+    assert found["sources"]["step"].startswith("extrapolated")
+    assert found["sources"]["products"].startswith("measured")
+
+
+def test_the_table_says_what_is_measured(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(["plan", folder, "--world-size", "16", "--layout", "fsdp2", "--gpu", "b200", "--network", "eth100"]) == 0
+    )
+    out = capsys.readouterr().out
+    for expected in ("16 x b200, 8 a node", "fsdp2, muon", "fsdp2, AdamW fused", "what this rests on:",
+                     "products: extrapolated", "network: extrapolated: datasheet", "assumed"):  # fmt: skip
+        assert expected in out
+
+
+def test_given_figures_are_called_given(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--gpu-tflops", "2000", "--gpu-bandwidth", "6", "--network-gbytes", "100", "--gpus-per-node", "4"]
+    assert main(["plan", folder, "--world-size", "8", *flags, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["forecast"]["sources"]
+    assert "as given" in found["products"]
+    assert found["passes"].startswith("given bandwidth")
+    assert "given, 80% of it" in found["network"]
+
+
+def test_what_does_not_fit_is_said(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", folder, "--layout", "ddp", "--gpu-memory", "1e-5"]) == 0
+    assert "does not fit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gpu", "v100"], "--gpu v100 is not one of a100"),
+        (["--network", "token-ring"], "--network token-ring is not one of nvlink"),
+        (["--layout", "zero"], "--layout zero is not one of ddp"),
+        (["--layout", "hsdp", "--world-size", "12"], "--shard-size divides"),
+        (["--layout", "fsdp2+tp", "--world-size", "4", "--tp-size", "3"], "--tp-size divides"),
+        (["--layout", "ddp", "--gpu-tflops", "-1"], "must be above 0"),
+        (["--layout", "ddp", "--network-gbytes", "0"], "--network-gbytes 0.0 must be above 0"),
+        (["--layout", "ddp", "--tokens-per-gpu", "0"], "--tokens-per-gpu 0 must be at least 1"),
+        (["--model", "other"], "give one model"),
+    ],
+)
+def test_bad_input_says_what_to_do(
+    folder: str, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert main(["plan", folder, *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_model_without_a_plan_of_tensor_parallelism_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Qwen3Config(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, architectures=["Qwen3ForCausalLM"],
+    ).save_pretrained(tmp_path)  # fmt: skip
+    assert main(["plan", str(tmp_path), "--layout", "fsdp2+tp", "--world-size", "4", "--tp-size", "2"]) == 2
+    assert "replicated_with_grad_allreduce; plan it with --layout fsdp2 or hsdp" in capsys.readouterr().err
+
+
+def test_a_70_b_model_on_1024_ranks() -> None:
+    """Every matrix is owned, every rank has work, and what ranks hold adds up to the model."""
+    model = llama(
+        vocab_size=128256, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64,
+        num_key_value_heads=8,
+    )  # fmt: skip
+    made = forecast(hf_emopt.Muon(model), Layout("fsdp2", 1024), M)
+    assert made.matrices == 560
+    assert made.memory.weights.sum() == 4 * sum(p.numel() for p in model.parameters())
+    assert np.all(np.array(made.placed.plan.loads()) > 0)
+    assert made.flops_balance < 1.1
