@@ -169,13 +169,13 @@ def test_alternatives_are_measured(two: World) -> None:
 def test_the_command_starts_processes_and_writes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "step.json"
     size = ["--tokens", "16", "--length", "16", "--steps", "1", "--warmup", "1"]
-    assert main(["bench", "step", "--model", "tiny", "--nproc", "2", "--optim", "muon", *size, "--no-alternatives",
+    assert main(["bench", "step", "--model", "tiny", "--nproc", "1", "--optim", "muon", *size, "--no-alternatives",
                  "--optim_args", "ns_steps=3", "--output", str(path)]) == 0  # fmt: skip
-    assert "tiny, ddp, 2 ranks, 16 tokens a rank" in capfd.readouterr().out
+    assert "tiny, ddp, 1 ranks, 16 tokens a rank" in capfd.readouterr().out
     content = json.loads(path.read_text())
     assert [r["optimizer_name"] for r in content["rows"]] == ["none", "muon"]
     assert content["rows"][1]["transforms"] == 3 * MATRICES
-    assert (content["about"]["world_size"], content["about"]["options"]) == (2, {"ns_steps": 3})
+    assert (content["about"]["world_size"], content["about"]["options"]) == (1, {"ns_steps": 3})
     assert path.with_suffix(".png").exists()
 
 
