@@ -27,11 +27,15 @@ from hf_emopt.distributed.layout import (
 )
 from hf_emopt.distributed.plan import Batch, Bucket, Plan, PlannedParameter, Segment, make_plan
 from hf_emopt.distributed.slots import Matrix, assign_slots
+from hf_emopt.hosted import Fetched, InPlace
+from hf_emopt.offload import Channel, channel_to, home_of
+from hf_emopt.passes import Part
 from hf_emopt.rules.base import Group, MatrixRule
 from hf_emopt.rules.elementwise import init_adamw_state
 from hf_emopt.rules.masters import init_weight_state
+from hf_emopt.state import is_shaped
 
-__all__ = ["Engine", "build_grids", "compute_device", "part_of"]
+__all__ = ["Engine", "build_grids", "compute_device", "is_offloaded", "part_of"]
 
 State = dict[str, Tensor]
 
@@ -77,6 +81,7 @@ class Engine:
         self._agreement = Agreement(None, frozenset())
         self._ok: dict[torch.device, Tensor | None] = {}
         self._exchanges: dict[tuple[Any, ...], Exchange] = {}
+        self._channels: dict[torch.device, Channel] = {}
         self._kept: dict[tuple[Any, ...], Any] = {}
         self._batches: dict[int, tuple[Batch, ...]] = {}
         self._teams: dict[tuple[int, ...], Any] = {}
@@ -248,6 +253,33 @@ class Engine:
             return torch.float64
         return torch.float32 if compute_device(param).type == "cpu" else torch.bfloat16
 
+    # ------------------------------------------------------------------ parameters on the host
+
+    def fetch(self, params: Sequence[Tensor], parts: list[Part], also: Sequence[str] = ()) -> InPlace:
+        """Starts to bring parts of parameters to where they are computed; nothing, where they are there.
+
+        Args:
+            params: alike in where they lie.
+            parts: of each.
+            also: keys of state, beside what is shaped like the parameter, that is wanted there.
+        """
+        if not params or not is_offloaded(params[0]):
+            return InPlace(parts)
+        device = compute_device(params[0])
+        if device not in self._channels:
+            self._channels[device] = channel_to(device)
+        keys = [[key for key in part.state if is_shaped(key) or key in also] for part in parts]
+        for param, part, names in zip(params, parts, keys, strict=True):
+            if isinstance(param, Partition) and param.pinned:
+                for name in names:
+                    part.state[name] = self.state[param][name] = home_of(part.state[name], device)
+        return Fetched(self._channels[device], parts, keys)
+
+    def finish_copies(self) -> None:
+        """Waits until all that was fetched, and changed, is back on the host."""
+        for channel in self._channels.values():
+            channel.synchronize()
+
     # ------------------------------------------------------------------ state
 
     def ready_state(self, param: Tensor, group: Group, owned: Sequence[Segment] | None = None) -> State:
@@ -402,6 +434,11 @@ def compute_device(param: Tensor) -> torch.device:
         if kind != param.device.type:
             return torch.device(kind, torch.accelerator.current_device_index())
     return param.device
+
+
+def is_offloaded(param: Tensor) -> bool:
+    """Whether a parameter is stepped on copies. Partitions say so, so that it is the same where all is on the CPU."""
+    return (isinstance(param, Partition) and param.offloaded) or compute_device(param) != param.device
 
 
 def build_grids(named: Sequence[tuple[str, Tensor]], process_group: ProcessGroupArgument) -> dict[str, Grid]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -53,7 +53,9 @@ class FlatTensor:
         group: index of the parameter group.
         places: of the parameters that are spread over this tensor and those of the other ranks.
         grid: the ranks.
-        compute: device of transforms.
+        compute: device of the step.
+        offloaded: whether the tensor is kept on the host, to be computed on copies.
+        pinned: whether state belongs in page-locked memory, as the tensor is.
     """
 
     tensor: Tensor
@@ -61,6 +63,8 @@ class FlatTensor:
     places: tuple[Place, ...]
     grid: Grid
     compute: torch.device
+    offloaded: bool = False
+    pinned: bool = False
 
 
 def cut_together(
@@ -105,17 +109,15 @@ class Flattened:
     Args:
         groups: the optimizer's groups, which hold flat tensors or nothing by now.
         flats: all flat tensors of this rank.
-        skipped_steps: how many steps the wrapper has skipped because a gradient was not finite.
+        checked: whether the wrapper has seen that all gradients are finite before it steps the first group.
 
     Raises:
         UnsupportedLayoutError: when they are not all of the groups' parameters, each once.
     """
 
-    def __init__(
-        self, groups: Sequence[Group], flats: Sequence[FlatTensor], skipped_steps: Callable[[], int] = lambda: 0
-    ) -> None:
+    def __init__(self, groups: Sequence[Group], flats: Sequence[FlatTensor], checked: bool = False) -> None:
         self.groups = list(groups)
-        self.skipped_steps = skipped_steps
+        self.checked = checked
         self.state: dict[Tensor, Any] = defaultdict(dict)
         self._flats = {id(flat.tensor): flat for flat in flats}
         self._parts: list[list[Partition]] = []
@@ -129,6 +131,7 @@ class Flattened:
                     (math.prod(place.shape),), tuple((((a, b),),) for a, b in place.spans), flat.grid.ranks
                 )
                 part = Partition.of(_run(flat, place), storage, flat.grid, place.shape, flat.compute)
+                part.offloaded, part.pinned = flat.offloaded, flat.pinned
                 found[flat.group, place.position] = part
                 self._where[id(part)] = (number, place.offset)
                 name = self.groups[flat.group]["param_names"][place.position]

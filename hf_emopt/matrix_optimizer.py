@@ -110,6 +110,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._model = weakref.ref(params) if isinstance(params, nn.Module) else None
         self._delayed = DelayedUpdates()
         self._skipped: dict[torch.device, Tensor] = {}
+        self._skipped_by_wrapper: Callable[[], int] | None = (
+            None  # steps that were never asked for, for the same reason
+        )
         self._transforms = 0
         self._engine: Engine | None = None
         self._flattened: Flattened | None = None
@@ -204,9 +207,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
     @property
     def skipped_steps(self) -> int:
         """Steps skipped because a gradient was not finite. Reading it waits for the device."""
-        if self._flattened is not None:  # the wrapper skips them, for all groups at once
-            return self._flattened.skipped_steps()
-        return max((int(count) for count in self._skipped.values()), default=0)
+        by_wrapper = 0 if self._skipped_by_wrapper is None else self._skipped_by_wrapper()
+        return by_wrapper + max((int(count) for count in self._skipped.values()), default=0)
 
     def explain(self) -> str:
         """The route table, the groups, what a step does and how it is batched, as text."""
@@ -276,14 +278,19 @@ class MatrixOptimizer(torch.optim.Optimizer):
             *self._tasks(engine.aux_plan, step_aux_bucket, groups),
             *self._tasks(engine.plan, step_bucket, groups),
         ]
-        own = agreement.present - engine.shared_aux
-        for index, group in enumerate(self.param_groups):
-            if group["kind"] == "aux":
-                step_own_aux(engine, index, group, own)
+        names = agreement.present - engine.shared_aux
+        own = [
+            task
+            for index, group in enumerate(self.param_groups)
+            if group["kind"] == "aux"
+            for task in step_own_aux(engine, index, group, names)
+        ]
         if self._overlaps and engine.world_size > 1:
+            pipeline(own)
             self._delayed.begin((task, [engine.parameter(b, i) for i in engine.present(b)]) for task, b in tasks)
         else:
-            pipeline(task for task, _ in tasks)
+            pipeline([*own, *(task for task, _ in tasks)])
+        engine.finish_copies()
 
     @property
     def _overlaps(self) -> bool:
@@ -388,7 +395,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 grad = None if param.grad is None else local_tensor(param.grad)
                 if grad is not None and grad.numel():
                     by_device[grad.device].append(grad)
-        if not self.skip_nonfinite:
+        if not self.skip_nonfinite or (self._flattened is not None and self._flattened.checked):
             return {}
         return {device: finite(grads, device) for device, grads in by_device.items()}
 
@@ -462,6 +469,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
             "_consolidated": None,
             "_model": None,
             "_flattened": None,
+            "_skipped_by_wrapper": None,
             "process_group": self.process_group if self.process_group in (None, "self") else LOST,
         }
 

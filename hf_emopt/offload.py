@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["StateOffload", "home_of"]
+__all__ = ["Channel", "StateOffload", "channel_to", "home_of"]
 
 
 def home_of(tensor: Tensor, device: torch.device) -> Tensor:
@@ -134,6 +134,15 @@ class _SameMemory:
         pass
 
 
+Channel = _Channel | _SameMemory
+"""To a device and back: ``bring``, ``await_arrival``, ``take_away``, and ``release`` before copies are let go of."""
+
+
+def channel_to(device: torch.device) -> Channel:
+    """The way from the host to a device."""
+    return _SameMemory() if device.type == "cpu" else _Channel(device)
+
+
 class StateOffload:
     """Lends tensors that lie on the host to a device, one piece of work at a time, the next one ahead.
 
@@ -216,7 +225,7 @@ class StateOffload:
 
     def _bring(self, key: Hashable, home: Sequence[Tensor], device: torch.device) -> _Loan:
         if device not in self._channels:
-            self._channels[device] = _SameMemory() if device.type == "cpu" else _Channel(device)
+            self._channels[device] = channel_to(device)
         channel = self._channels[device]
         copies, arrived = channel.bring(home)
         loan = _Loan(key, list(home), copies, channel, arrived)

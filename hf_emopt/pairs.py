@@ -55,12 +55,15 @@ def step_pair_bucket(engine: Engine, index: int, bucket: Bucket, present: Sequen
     states = [engine.state_of(bucket, i) for i in present]
     chosen = set(present)
     owned = [s for s in bucket.owned(engine.grid_of_bucket(bucket).position) if s.parameter in chosen]
-    ok = engine.ok_on(params[0].device)
-    parts = bucket_parts(engine, bucket, present, owned)
+    device = compute_device(params[0])
+    fetched = engine.fetch(params, bucket_parts(engine, bucket, present, owned))
+    if fetched.early:
+        yield
+    parts = fetched.wait()
+    ok = engine.ok_on(device)
     passes = Passes(engine.rule, parts, _halved_decay(group), ok)
     exchange = bucket_exchange(engine, index, bucket, present)
     messages = passes.messages()
-    device = compute_device(params[0])
     if exchange is not None and exchange.travels:  # sharded
         whole = engine.exchange(index, bucket, present, exact=True)
         arrivals = exchange.send(messages), whole.send([part.weight for part in parts])
@@ -81,9 +84,10 @@ def step_pair_bucket(engine: Engine, index: int, bucket: Bucket, present: Sequen
         messages = [m.to(device) for m in messages]
         weights = [w.to(device, m.dtype) for w, m in zip(weights, messages)]
     updates = _updates(engine, index, bucket, owned, messages, weights, group)
-    engine.count_step(states, ok)
+    engine.count_step(states, engine.ok_on(states[0]["step"].device))
     everyone = list(range(len(present)))
     yield from conclude(engine, index, bucket, present, passes, owned, updates, [1.0] * len(owned), everyone)
+    fetched.store()
 
 
 def _halved_decay(group: Group) -> Group:

@@ -16,7 +16,7 @@ from torch import Tensor
 from hf_emopt.distributed.exchange import Exchange
 from hf_emopt.distributed.layout import check_layout, is_sharded, local_gradient, local_tensor
 from hf_emopt.distributed.plan import MAX_BUCKET_NUMEL, Batch, Bucket, Segment
-from hf_emopt.engine import Engine, compute_device
+from hf_emopt.engine import Engine, compute_device, is_offloaded
 from hf_emopt.linalg.runs import Runs, contiguous_run, runs_work
 from hf_emopt.passes import Part, Passes
 from hf_emopt.routing.unit import Unit
@@ -79,8 +79,11 @@ def step_bucket(engine: Engine, index: int, bucket: Bucket, present: Sequence[in
     owned, row = roster.owned, roster.row
     rounds = [engine.next_round(state) for state in states] if engine.rule.scheduled else [1] * len(present)
     sharded = is_sharded(params[0])  # state lies as the parameter does, also where there is but one shard
-    parts = bucket_parts(engine, bucket, present, owned)
-    ok = engine.ok_on(params[0].device)
+    fetched = engine.fetch(params, bucket_parts(engine, bucket, present, owned))
+    if fetched.early:
+        yield
+    parts = fetched.wait()
+    ok = engine.ok_on(compute_device(params[0]))
     exchange, homes = bucket_exchange(engine, index, bucket, present), None
     transform = _Transform(engine, index, bucket, roster, group, {i: rounds[k] for i, k in row.items()})
     passes = Passes(engine.rule, parts, group, ok)
@@ -102,10 +105,11 @@ def step_bucket(engine: Engine, index: int, bucket: Bucket, present: Sequence[in
                 messages = [messages[row[s.parameter]][_within(s, bucket, grid.shard)] for s in owned]
             stacked = transform.stack(messages, params[0])
     updates = transform.run(stacked)
-    engine.count_step(states, ok)
+    engine.count_step(states, engine.ok_on(states[0]["step"].device))
     warmup = engine.rule.warmup_rounds(group)
     moving = [k for k in range(len(present)) if rounds[k] > warmup]
     yield from conclude(engine, index, bucket, present, passes, owned, updates, transform.scales, moving, homes)
+    fetched.store()
 
 
 def conclude(
@@ -134,7 +138,7 @@ def conclude(
     row = {i: k for k, i in enumerate(present)}
     exchange = bucket_exchange(engine, index, bucket, present)
     everyone = len(moving) == len(present)
-    generator = engine.generator(index, group, params[0].device, grid.shard)
+    generator = engine.generator(index, group, compute_device(params[0]), grid.shard)
     if exchange is None:
         if not (everyone and passes.apply(homes, parts, updates, scales)):
             updates = _scaled(updates, scales)
@@ -177,9 +181,7 @@ def _scaled(updates: Sequence[Tensor], scales: Sequence[float]) -> list[Tensor]:
 
 
 def _apply(parts: list[Part], updates: list[Tensor], group: Group, ok: Tensor | None, generator: Any) -> None:
-    weights = [p.weight for p in parts]
-    there = [u.to(w.device) for u, w in zip(updates, weights)]  # an offloaded shard's is still on the accelerator
-    apply_updates(weights, there, [p.state for p in parts], group, ok, generator)
+    apply_updates([p.weight for p in parts], updates, [p.state for p in parts], group, ok, generator)
 
 
 def _gather(mine: list[Tensor], everyone: list[Tensor], exchange: Exchange) -> Task:
@@ -455,19 +457,31 @@ def step_aux_bucket(engine: Engine, index: int, bucket: Bucket, present: Sequenc
     yield from _gather([p.weight for p in parts], params, engine.exchange(index, bucket, present, exact=True))
 
 
-def step_own_aux(engine: Engine, group_index: int, group: Group, present: frozenset[str]) -> None:
+def step_own_aux(engine: Engine, group_index: int, group: Group, present: frozenset[str]) -> list[Task]:
     """AdamW on a group's parameters with these names, where each rank steps what it holds."""
     alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for name, param in zip(group["param_names"], group["params"]):
         if name in present and param.grad is not None:
             check_layout(name, param, ())
             alike[param.device, param.dtype].append(param)
-    for (device, _), members in alike.items():
-        for params in _chunks(members, MAX_BUCKET_NUMEL) if needs_master(members[0]) else [members]:
-            states = [{k: local_tensor(v) for k, v in engine.ready_state(p, group).items()} for p in params]
-            grads = [_gradient(p) for p in params]
-            generator = engine.generator(group_index, group, device)
-            adamw_step([local_tensor(p) for p in params], grads, states, group, engine.ok_on(device), generator)
+    tasks = []
+    for members in alike.values():
+        bounded = needs_master(members[0]) or is_offloaded(members[0])
+        for params in _chunks(members, MAX_BUCKET_NUMEL) if bounded else [members]:
+            tasks.append(_step_own_parts(engine, group_index, group, params))
+    return tasks
+
+
+def _step_own_parts(engine: Engine, group_index: int, group: Group, params: list[Tensor]) -> Task:
+    device = compute_device(params[0])
+    states = [{k: local_tensor(v) for k, v in engine.ready_state(p, group).items()} for p in params]
+    fetched = engine.fetch(params, [Part(local_tensor(p), _gradient(p), s) for p, s in zip(params, states)], ("step",))
+    if fetched.early:
+        yield
+    parts = fetched.wait()
+    weights, grads, states = [p.weight for p in parts], [p.grad for p in parts], [p.state for p in parts]
+    adamw_step(weights, grads, states, group, engine.ok_on(device), engine.generator(group_index, group, device))
+    fetched.store()
 
 
 def _chunks(params: list[Tensor], limit: int) -> list[list[Tensor]]:

@@ -32,7 +32,19 @@ from hf_emopt.bench.timeline import timeline
 from hf_emopt.distributed.layout import local_tensor
 from hf_emopt.matrix_optimizer import MatrixOptimizer
 
-__all__ = ["Maker", "Row", "Settings", "TransformCountError", "Unavailable", "measure", "measure_all", "process_group"]
+__all__ = [
+    "Clock",
+    "Maker",
+    "Row",
+    "Settings",
+    "TransformCountError",
+    "Unavailable",
+    "check_transforms",
+    "measure",
+    "measure_all",
+    "process_group",
+    "summary",
+]
 
 Row = dict[str, Any]
 
@@ -109,7 +121,7 @@ def process_group() -> Iterator[torch.device]:
         dist.destroy_process_group()
 
 
-class _Clock:
+class Clock:
     """Times between synchronizations and barriers."""
 
     def __init__(self, device: torch.device) -> None:
@@ -189,15 +201,21 @@ def measure(name: str, maker: Maker | None, settings: Settings, device: torch.de
         figures: Row = {"optimizer_name": name, "loss": loss}
         if isinstance(optimizer, MatrixOptimizer):
             optimizer.synchronize()
-            figures |= _check(optimizer, settings.warmup + 2 * settings.steps, device)
+            figures |= check_transforms(optimizer, settings.warmup + 2 * settings.steps, device)
         if optimizer is not None:
             figures["state_gib"] = _largest(_state_bytes(optimizer), device) / 2**30
         if settings.profile and optimizer is not None:
             figures["profile"] = run.profile()
-    return figures | _summary(times, settings.tokens * laid.data_ranks, device)
+    return figures | summary(times, settings.tokens * laid.data_ranks, device)
 
 
-def _summary(times: dict[str, list[float]], tokens: int, device: torch.device) -> Row:
+def summary(times: Mapping[str, list[float]], tokens: int, device: torch.device) -> Row:
+    """Medians, means, maxima and all of this rank's milliseconds by kind, as of the slowest rank; a collective.
+
+    Args:
+        times: with a kind ``"step"``.
+        tokens: of all ranks in a step.
+    """
     figures: Row = {}
     slowest = torch.tensor(list(times.values()), device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
@@ -223,7 +241,7 @@ class _Run:
         vocabulary = int(config.vocab_size)
         shape = (settings.tokens // settings.length, settings.length)
         self.ids = torch.randint(0, vocabulary, shape, device=device)
-        self.clock = _Clock(device)
+        self.clock = Clock(device)
 
     def forward(self) -> Tensor:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.laid.autocast):
@@ -269,7 +287,7 @@ class _Run:
         return f"{timeline(trace)}\n{host}"
 
 
-def _check(optimizer: MatrixOptimizer, steps: int, device: torch.device) -> Row:
+def check_transforms(optimizer: MatrixOptimizer, steps: int, device: torch.device) -> Row:
     """Counts of all ranks, which must be those of every matrix in every step."""
     count = torch.tensor([optimizer.transform_count], device=device)
     dist.all_reduce(count)

@@ -162,7 +162,9 @@ class Partition(torch.Tensor):
         storage_map: where all elements of the flat parameter lie.
         grid: the ranks.
         full_shape: of the parameter before it was flattened.
-        compute: device of transforms; another than the partition's where that is offloaded.
+        compute: device of the step; another than the partition's where that is offloaded to the host.
+        offloaded: it is computed on copies, even where both devices are the CPU.
+        pinned: its state is to be in page-locked memory.
     """
 
     local: Tensor
@@ -170,6 +172,8 @@ class Partition(torch.Tensor):
     grid: Grid
     full_shape: tuple[int, ...]
     compute: torch.device
+    offloaded: bool = False
+    pinned: bool = False
     # What is computed from it is a plain tensor.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 

@@ -59,6 +59,8 @@ def attach(engine: Any) -> None:
         raise TypeError(f"the engine's optimizer is {type(optimizer).__name__}, none of hf_emopt")
     refuse_engine(engine, optimizer)
     optimizer.process_group = engine.seq_data_parallel_group
+    if wrapper is not optimizer:
+        optimizer._skipped_by_wrapper = lambda: int(engine.skipped_steps)
     if wrapper is optimizer or _is(wrapper, "fp16.unfused_optimizer", "FP16_UnfusedOptimizer"):
         _consolidate_before_saving(engine, optimizer)  # parameters are whole: as under DistributedDataParallel
         return
@@ -72,7 +74,8 @@ def attach(engine: Any) -> None:
         flats = _of_stage_3(wrapper, optimizer)
     else:
         raise unknown_wrapper(wrapper, optimizer)
-    optimizer._flattened = Flattened(optimizer.param_groups, flats, lambda: engine.skipped_steps)
+    # All of them look at the gradients, or at their norm, before the first group's step.
+    optimizer._flattened = Flattened(optimizer.param_groups, flats, checked=True)
 
 
 def _is(wrapper: Any, module: str, name: str) -> bool:
@@ -107,7 +110,9 @@ def _of_stage_1_and_2(wrapper: Any, optimizer: MatrixOptimizer) -> list[FlatTens
         shapes = [tuple(wrapper.round_robin_bit16_meta[index][k].shape) for k in order]
         offsets = [int(wrapper.round_robin_bit16_offsets[index][k]) for k in order]
         places = cut_together(shapes, offsets, flat.numel(), grid.shards, grid.shard)
-        flats.append(FlatTensor(flat, index, places, grid, _device_of(wrapper.bit16_groups_flat[index])))
+        compute = _device_of(wrapper.bit16_groups_flat[index])
+        pinned = wrapper.cpu_offload and wrapper.cpu_offload_pin_memory
+        flats.append(FlatTensor(flat, index, places, grid, compute, wrapper.cpu_offload, pinned))
     return flats
 
 
@@ -125,6 +130,8 @@ def _of_bf16_optimizer(wrapper: Any, optimizer: MatrixOptimizer) -> list[FlatTen
 
 
 def _of_stage_3(wrapper: Any, optimizer: MatrixOptimizer) -> list[FlatTensor]:
+    from deepspeed.accelerator import get_accelerator
+
     grids, flats = _Grids(), []
     first = [0] * len(optimizer.param_groups)
     for sub_group, flat in enumerate(wrapper.fp32_partitioned_groups_flat):
@@ -141,7 +148,10 @@ def _of_stage_3(wrapper: Any, optimizer: MatrixOptimizer) -> list[FlatTensor]:
                     f"ZeRO-3 holds {size} elements of a parameter of {param.ds_numel} on each of {grid.shards} ranks, "
                     "which is not how it was cut when this version of hf_emopt was written"
                 )
-        flats.append(FlatTensor(flat, index, places, grid, _device_of(members[0])))
+        offloaded, pinned = wrapper.offload_optimizer, wrapper.offload_optimizer_pin_memory
+        if offloaded and pinned:  # at this stage DeepSpeed pins gradients only
+            flat.data = get_accelerator().pin_memory(flat.data)
+        flats.append(FlatTensor(flat, index, places, grid, _device_of(members[0]), offloaded, pinned))
         first[index] += len(members)
     for index, count in enumerate(first):
         _check_complete(optimizer, index, count)

@@ -5,13 +5,20 @@ DeepSpeed and Accelerate replace or step aside for an optimizer without a word i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hf_emopt.distributed.layout import UnsupportedLayoutError
 from hf_emopt.matrix_optimizer import MatrixOptimizer
 
-__all__ = ["config_problem", "refuse_config", "refuse_engine", "refuse_native_muon", "unknown_wrapper"]
+__all__ = [
+    "config_problem",
+    "refuse_config",
+    "refuse_engine",
+    "refuse_native_muon",
+    "scheduler_problem",
+    "unknown_wrapper",
+]
 
 WRAPPERS = (
     "stage 0, DeepSpeedZeroOptimizer (ZeRO-1 and 2), BF16_Optimizer, DeepSpeedZeroOptimizer_Stage3 (ZeRO-3) and "
@@ -35,7 +42,7 @@ def config_problem(config: Mapping[str, Any]) -> str | None:
             f"the DeepSpeed configuration names an optimizer of its own, {kind}, and one of the two would be dropped: remove "
             'the "optimizer" block from it'
         )
-    return _offload_problem(config, zero) or _other_problem(config, zero)
+    return _offload_problem(config, zero) or _precision_problem(config, zero) or _other_problem(config, zero)
 
 
 def _section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -82,12 +89,18 @@ def _other_problem(config: Mapping[str, Any], zero: Mapping[str, Any]) -> str | 
         return "ZenFlow steps parts of the gradient on their own: remove the zenflow block"
     if _section(zero, "offload_optimizer").get("super_offload") is True:
         return 'SuperOffload has an optimizer of its own: remove "super_offload"'
+    return None
+
+
+def _precision_problem(config: Mapping[str, Any], zero: Mapping[str, Any]) -> str | None:
+    if _section(config, "fp16").get("enabled") is True and zero.get("stage", 0) == 0:
+        return (
+            '"fp16" at ZeRO stage 0: DeepSpeed divides gradients there by a loss scale that it has not multiplied the loss '
+            'by, so that they underflow, and steps that overflow are not seen. Set "stage": 1, which trains the same'
+        )
     autocast = _section(config, "torch_autocast")
-    if (
-        autocast.get("enabled") is True
-        and "16" in str(autocast.get("dtype"))
-        and "bf" not in str(autocast.get("dtype"))
-    ):
+    dtype = str(autocast.get("dtype"))
+    if autocast.get("enabled") is True and "16" in dtype and "bf" not in dtype:
         return (
             "torch_autocast with float16 scales losses rank by rank, and ranks would skip different steps: use bfloat16, or "
             'the "fp16" block'
@@ -99,6 +112,45 @@ def _number(value: Any) -> float:
     return float(value) if isinstance(value, (int, float)) else 0.0
 
 
+_ABSOLUTE: dict[str, dict[str, float]] = {
+    "WarmupLR": {"warmup_min_lr": 0.0, "warmup_max_lr": 1e-3},
+    "WarmupDecayLR": {"warmup_min_lr": 0.0, "warmup_max_lr": 1e-3},
+    "OneCycle": {"cycle_min_lr": 0.0, "cycle_max_lr": 0.0},
+    "LRRangeTest": {"lr_range_test_min_lr": 1e-3},
+    "OneCycleLR": {"max_lr": 0.0},
+    "CyclicLR": {"base_lr": 0.0, "max_lr": 0.0},
+    "CosineAnnealingLR": {"eta_min": 0.0},
+    "CosineAnnealingWarmRestarts": {"eta_min": 0.0},
+}
+"""Parameters of schedulers of DeepSpeed and torch that are learning rates themselves, not factors, with their defaults. One
+number is that of all groups; a list has one for each. Zero keeps every ratio."""
+
+
+def scheduler_problem(config: Mapping[str, Any], rates: Sequence[float]) -> str | None:
+    """What in a ``"scheduler"`` block would give groups of different learning rates the same one.
+
+    Args:
+        config: as in the JSON file, with numbers where it had ``"auto"``.
+        rates: learning rates of the optimizer's groups.
+
+    Returns:
+        Cause and fix, or ``None``.
+    """
+    scheduler = _section(config, "scheduler")
+    kind, given = str(scheduler.get("type")), _section(scheduler, "params")
+    if len(set(rates)) < 2:
+        return None
+    for key, default in _ABSOLUTE.get(kind, {}).items():
+        value = _number(given.get(key, default))
+        if value:
+            return (
+                f'the "scheduler" block, {kind}, has "{key}": {value:g} for all groups, whose learning rates are '
+                f"{', '.join(f'{rate:g}' for rate in rates)}, and their ratio (learning_rate to aux_lr) would be lost: "
+                'remove the "scheduler" block. Schedulers of Trainer (lr_scheduler_type) multiply each group\'s own rate'
+            )
+    return None
+
+
 def refuse_config(engine: Any, optimizer: MatrixOptimizer) -> None:
     """Refuses a configuration before DeepSpeed wraps anything.
 
@@ -106,6 +158,8 @@ def refuse_config(engine: Any, optimizer: MatrixOptimizer) -> None:
         ValueError: naming the setting and what to write instead.
     """
     problem = config_problem(engine.config)
+    if problem is None and not engine.client_lr_scheduler:
+        problem = scheduler_problem(engine.config, [float(group["lr"]) for group in optimizer.param_groups])
     if problem is None and optimizer.overlap_param_gather:
         problem = (
             "overlap_param_gather=True puts off updates that DeepSpeed copies to the model right after the step: leave it "

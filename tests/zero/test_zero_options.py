@@ -9,7 +9,7 @@ import pytest
 import torch
 from harness import World
 from torch import Tensor
-from zero_runs import bad_step, config, reference, trained
+from zero_runs import SCALE, bad_step, config, reference, scaled_steps, trained, trained_late
 from zoo import assert_close, steps_of, zoo
 
 import hf_emopt
@@ -46,7 +46,8 @@ def test_weights_are_those_of_one_process(
     two: World, rule: str, stage: int, precision: str, zero: dict[str, Any]
 ) -> None:
     settings = {**config(stage, precision, **zero), "zero_force_ds_cpu_optimizer": False}
-    results = two.run(trained, rule=rule, settings=settings, steps=steps_of(rule))
+    run = trained_late if "offload_optimizer" in zero else trained
+    results = two.run(run, rule=rule, settings=settings, steps=steps_of(rule))
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     # DeepSpeed's own view of float32 weights does not follow round_robin_gradients.
     which = "model" if "round_robin_gradients" in zero else "weights"
@@ -80,3 +81,34 @@ def test_micro_batches_are_transformed_once_together(two: World, stage: int) -> 
     )
     assert sum(r["transforms"] for r in parts) == sum(r["transforms"] for r in whole) == 2 * MATRICES
     assert_close(parts[0]["weights"], whole[0]["weights"], 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision"),
+    [(1, "fp16-dynamic"), (2, "fp16"), pytest.param(2, "fp16-dynamic", marks=SLOW), (3, "fp16-dynamic")],
+)
+def test_gradients_are_unscaled_before_momentum(two: World, stage: int, precision: str) -> None:
+    """In powers of two a scale changes no bit of a gradient: weights are those of a step without one."""
+    steps = 3
+    results = two.run(trained, rule="muon", settings=config(stage, precision, 1.0), steps=steps)
+    target = reference("muon", steps, 1.0, torch.float16)
+    for result in results:
+        assert_close(result["weights"], target, 1e-5)
+    assert sum(r["transforms"] for r in results) == MATRICES * steps
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision"),
+    [(1, "fp16-dynamic"), (2, "fp16"), pytest.param(2, "fp16-dynamic", marks=SLOW), (3, "fp16-dynamic")],
+)
+def test_an_overflow_skips_the_step_and_the_scale_recovers(two: World, stage: int, precision: str) -> None:
+    for result in two.run(scaled_steps, settings=config(stage, precision)):
+        every = result["parameters"]
+        assert result["moved"] == [every, every, 0, every, every, every, every]
+        assert result["skipped"] == [0, 0, 1, 1, 1, 1, 1]
+        scales = result["scales"]
+        if precision == "fp16":
+            assert scales == [SCALE] * 7
+        else:
+            assert scales[2] == scales[1] / 2
+            assert scales[-1] >= 2 * scales[2]

@@ -34,7 +34,13 @@ WAYS = ((0.0, 1), (1.0, 4), (1.0, 1), (0.0, 4))
 
 @functools.cache
 def wanted(rule: str, clip: float, dtype: torch.dtype) -> dict[str, Tensor]:
-    return reference(rule, steps_of(rule), clip, dtype)
+    return reference(rule, steps_of(rule), clip, dtype, **options_of(rule, clip))
+
+
+def options_of(rule: str, clip: float) -> dict[str, float]:
+    """Clipped gradients differ from those of one process by the rounding of a norm, and inverse roots of covariances that
+    have a null space make a tenth of that: with some damping a last bit stays one."""
+    return {"relative_epsilon": 0.01} if clip and "shampoo" in rule else {}
 
 
 def cases() -> list[Any]:
@@ -59,9 +65,10 @@ def test_weights_are_those_of_one_process(
     worlds: Worlds, rule: str, stage: int, precision: str, clip: float, accumulation: int, size: int
 ) -> None:
     steps = steps_of(rule)
-    results = worlds[size].run(trained, rule=rule, settings=config(stage, precision, clip, accumulation), steps=steps)
+    settings, options = config(stage, precision, clip, accumulation), options_of(rule, clip)
+    results = worlds[size].run(trained, rule=rule, settings=settings, steps=steps, **options)
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
-    if clip and ("soap" in rule or "kl" in rule):
+    if clip and "soap" in rule:
         target = reference(rule, steps, clip, dtype, whole_gradients([r["gradients"] for r in results]))
     else:
         target = wanted(rule, clip, dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 from collections import defaultdict
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from late_copies import late_copies
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from zoo import Zoo, build, coefficients, weights, wrap, zoo
@@ -21,6 +23,9 @@ from hf_emopt.matrix_optimizer import MatrixOptimizer
 SAMPLES = 24
 """Of a global batch: shared evenly by 2 or 3 ranks with 1 or 4 micro-batches each."""
 
+SCALE = 64
+"""Of losses in float16, at the beginning."""
+
 
 def config(
     stage: int, precision: str = "fp32", clip: float = 0.0, accumulation: int = 1, **zero: Any
@@ -29,7 +34,9 @@ def config(
 
     Args:
         stage: of ZeRO.
-        precision: ``"fp32"``, ``"bf16"``, or ``"bf16-fp32"`` for bfloat16 whose gradients are accumulated in float32.
+        precision: ``"fp32"``, ``"bf16"``, ``"bf16-fp32"`` for bfloat16 whose gradients are accumulated in float32,
+            ``"fp16"`` with a static loss scale of 64, or ``"fp16-dynamic"`` with one that begins at 64 and doubles after
+            two good steps.
         clip: gradient norm.
         accumulation: micro-batches.
         zero: into ``zero_optimization``.
@@ -42,8 +49,15 @@ def config(
         "zero_optimization": {"stage": stage, "reduce_bucket_size": 10_000, **zero},
         "steps_per_print": 10**9,
     }
-    if precision != "fp32":
+    if precision.startswith("bf16"):
         result["bf16"] = {"enabled": True}
+    if precision == "fp16":
+        result["fp16"] = {"enabled": True, "loss_scale": SCALE}
+    if precision == "fp16-dynamic":
+        result["fp16"] = {
+            "enabled": True, "loss_scale": 0, "initial_scale_power": SCALE.bit_length() - 1, "loss_scale_window": 2,
+            "hysteresis": 1,
+        }  # fmt: skip
     if precision == "bf16-fp32":
         result["data_types"] = {"grad_accum_dtype": "fp32"}
     return result
@@ -70,13 +84,22 @@ def call_every_module(model: nn.Module) -> None:
     model.forward = lambda wanted: torch.stack([module(wanted) for _, module in owners]).sum()  # type: ignore[method-assign]
 
 
+def imported() -> Any:
+    """DeepSpeed, as it is where its own collectives for CPUs, which take minutes to compile, are not to be had."""
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # Nothing is multiplied in float16 here, and not every CPU can.
+    deepspeed.get_accelerator().is_fp16_supported = lambda: True
+    return deepspeed
+
+
 @contextmanager
 def initialized(
     model: nn.Module, optimizer: MatrixOptimizer | None, settings: dict[str, Any], by_module: bool = True
 ) -> Iterator[Any]:
     """A DeepSpeed engine, destroyed afterwards; with ``by_module`` for the zoo."""
-    import deepspeed
-
+    deepspeed = imported()
     if by_module:
         call_every_module(model)
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
@@ -161,6 +184,14 @@ def whole_gradients(parts: list[dict[str, list[tuple[int, Tensor]]]]) -> list[di
     return found
 
 
+def trained_late(**kwargs: Any) -> dict[str, Any]:
+    """:func:`trained`, with copies of offloaded parameters as late as they may be."""
+    with late_copies() as late:
+        result = trained(**kwargs)
+        assert late.events.count("bring") == late.events.count("take") > 0
+    return result
+
+
 def trained(rule: str, settings: dict[str, Any], steps: int, **options: Any) -> dict[str, Any]:
     """Trains the zoo under a configuration.
 
@@ -190,16 +221,18 @@ def reference(
     clip: float = 0.0,
     dtype: torch.dtype = torch.float32,
     clipped: list[dict[str, Tensor]] | None = None,
+    **options: Any,
 ) -> dict[str, Tensor]:
     """Weights after the same steps in one process, from weights rounded to ``dtype``, in float32.
 
     Args:
         clipped: flat gradients to use, after it has been seen that they are the clipped ones. A matrix that is not square
             has a null space whose basis is turned by any angle by the rounding of a norm.
+        options: of the optimizer.
     """
     assert not dist.is_initialized()
     model: Zoo = zoo().to(dtype).float()
-    optimizer = build(model, rule)
+    optimizer = build(model, rule, **options)
     for step in range(steps):
         model(coefficients(model, step, range(SAMPLES), 1 / 32)).backward()
         if clip:
@@ -307,3 +340,38 @@ def bad_step(settings: dict[str, Any]) -> dict[str, Any]:
             "moved": sum(not torch.equal(after[name], between[name]) for name in before),
             "skipped": engine.skipped_steps,
         }
+
+
+def copies_of_state(optimizer: MatrixOptimizer) -> list[dict[str, Tensor]]:
+    """This rank's."""
+    with optimizer._as_built():
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        return [copy.deepcopy(optimizer.state.get(p, {})) for p in params]
+
+
+def scaled_steps(settings: dict[str, Any]) -> dict[str, Any]:
+    """Seven steps in float16, the third of which overflows on one rank.
+
+    Returns:
+        Of each step the scale after it, the parameters that it moved, and the steps skipped by then; and whether the third
+        left moments and counts as they were.
+    """
+    model = zoo()
+    optimizer = build(model, "muon")
+    found: dict[str, Any] = {"scales": [], "moved": [], "skipped": []}
+    with initialized(model, optimizer, settings) as engine:
+        found["parameters"] = len(master_weights(engine))
+        for step in range(7):
+            before, states = master_weights(engine), copies_of_state(optimizer)
+            wanted = coefficients(zoo(), step, range(4), 1 / 32)
+            if step == 2 and dist.get_rank() == 1:
+                wanted["blocks.linears.a.weight"][0, 0] = 2.0**15
+            engine.backward(engine(wanted))
+            engine.step()
+            after = master_weights(engine)
+            found["scales"].append(float(engine.optimizer.loss_scale))
+            found["moved"].append(sum(not torch.equal(before[name], after[name]) for name in before))
+            found["skipped"].append(optimizer.skipped_steps)
+            if step == 2:
+                torch.testing.assert_close(copies_of_state(optimizer), states, rtol=0, atol=0)
+    return found
