@@ -4,10 +4,13 @@ from hf_emopt._version import __version__
 from hf_emopt.checkpoint_files import CheckpointError, newest_checkpoint
 from hf_emopt.integrations.accelerate import Accelerator, EmoptPlugin
 from hf_emopt.integrations.deepspeed import watch
+from hf_emopt.integrations.max_logits import MaxLogits
+from hf_emopt.integrations.qk_clip_callback import QKClipCallback
 from hf_emopt.integrations.trainer import EmoptTrainer, EmoptTrainerMixin
 from hf_emopt.integrations.transformers import register
 from hf_emopt.linalg.newton_schulz import newton_schulz
 from hf_emopt.optimizers import SOAP, KLShampoo, Muon, NorMuon, Shampoo
+from hf_emopt.qk_clip import qk_clip
 from hf_emopt.routing.route import route_parameters
 
 __all__ = [
@@ -18,12 +21,15 @@ __all__ = [
     "EmoptTrainer",
     "EmoptTrainerMixin",
     "KLShampoo",
+    "MaxLogits",
     "Muon",
     "NorMuon",
+    "QKClipCallback",
     "Shampoo",
     "__version__",
     "newest_checkpoint",
     "newton_schulz",
+    "qk_clip",
     "route_parameters",
 ]
 

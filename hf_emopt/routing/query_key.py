@@ -1,0 +1,342 @@
+"""Where the query and key of every attention head lie: which rows of which weights a factor on a head's logits acts on."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .architectures import family_rule
+from .attention import is_latent_attention
+from .overrides import Patterns
+from .parameter import ParameterInfo, class_names, head_size, iter_parameters, setting
+from .unit import Unit
+
+__all__ = ["HeadRows", "QueryKey", "find_query_key"]
+
+_ATTENTION = re.compile(r"Attention|Attn")
+# Products of q and k without a softmax: no logit that could grow.
+_NO_SOFTMAX = re.compile(r"Lightning|Linear|Delta|Mamba|Performer|Fourier")
+_QUERY = frozenset({"q_proj", "q", "query", "q_lin", "query_proj", "to_q", "wq", "q_attn"})
+_KEY = frozenset({"k_proj", "k", "key", "k_lin", "key_proj", "to_k", "wk"})
+_QUERY_NORMS = frozenset({"q_norm", "query_norm", "q_layernorm", "query_layernorm", "q_ln", "norm_q", "q_layer_norm"})
+_KEY_NORMS = frozenset({"k_norm", "key_norm", "k_layernorm", "key_layernorm", "k_ln", "norm_k", "k_layer_norm"})
+_BOTH_NORMS = frozenset({"qk_norm"})
+# Norms of other things: of values, of the output, of what the projections read.
+_OTHER_NORMS = frozenset(
+    {
+        "v_norm", "value_norm", "o_norm", "out_norm", "sub_norm", "attn_sub_norm", "inner_attn_ln", "q_a_layernorm",
+        "kv_a_layernorm", "q_a_norm", "kv_a_norm",
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class HeadRows:
+    """Elements of one parameter, along one of its dimensions, that make up heads of a query or a key.
+
+    Attributes:
+        name: in ``model.named_parameters()``.
+        parameter: the tensor that had this name when the model was searched.
+        dim: dimension along which the heads lie; the other dimensions belong to each of them.
+        rows: ``(heads, n)`` int64 indices along ``dim``, on the CPU; ``(1, n)`` where all heads share them.
+        zero_centered: the module multiplies by ``1 + weight``.
+    """
+
+    name: str
+    parameter: Tensor
+    dim: int
+    rows: Tensor
+    zero_centered: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class QueryKey:
+    """What a clip of one attention module's logits can act on. Parts that do not train are left out.
+
+    Attributes:
+        name: the module's name without what wrappers add.
+        module: the attention module.
+        heads, kv_heads, head_dim: of the logits' query and key.
+        query: what the query head shares no key with but its group's, so that the factor is divided between the two.
+        key: key heads, one for each group of ``heads // kv_heads`` query heads.
+        query_alone: parts of the query whose key all heads share (the rotary part of latent attention): they take the
+            whole factor.
+        shared: a norm's weight stands for all heads at once, so that the worst head's factor is everybody's.
+        adapted: LoRA or another adapter computes the query or the key together with a weight that does not train.
+    """
+
+    name: str
+    module: nn.Module
+    heads: int
+    kv_heads: int
+    head_dim: int
+    query: tuple[HeadRows, ...]
+    key: tuple[HeadRows, ...]
+    query_alone: tuple[HeadRows, ...] = ()
+    shared: bool = False
+    adapted: bool = False
+
+    @property
+    def trains(self) -> bool:
+        """Whether anything is there to act on."""
+        return bool(self.query or self.key or self.query_alone)
+
+
+def find_query_key(model: nn.Module, modules: str | Sequence[str] | None = None) -> dict[str, QueryKey]:
+    """The queries and keys of a model's softmax attention, by the name of the attention module.
+
+    Fused and transposed projections are taken apart as routing takes them apart. Where a norm stands behind a projection,
+    it cancels every factor on the projection's rows, and its own weight is what acts. Modules of which neither query nor key
+    trains are there with nothing to act on; modules that hold no query and key of a known name are not there.
+
+    Args:
+        model: wrapped or not, sharded or not.
+        modules: regular expressions for whole components of attention modules' names; the others are left out.
+
+    Raises:
+        ValueError: a weight is flattened (FSDP1, ZeRO), an attention module norms its query or key in an unknown way, or
+            the rows of a projection are not whole heads.
+    """
+    patterns = Patterns(modules, "modules")
+    found: dict[int, tuple[nn.Module, str, list[ParameterInfo]]] = {}
+    for info in iter_parameters(model):
+        place = _attention_of(info)
+        if place is not None:
+            relative, module = place
+            name = info.canonical.removesuffix(relative).rstrip(".") if info.canonical.endswith(relative) else ""
+            found.setdefault(id(module), (module, name or _prefix(info, relative), []))[2].append(info)
+    kept = {}
+    for module, name, infos in found.values():
+        if modules is not None and patterns.find([name]) is None:
+            continue
+        located = _Search(module, name, infos).locate()
+        if located is not None:
+            kept[name] = located
+    if modules is not None:
+        patterns.check_matched(list(kept))
+    return kept
+
+
+def _attention_of(info: ParameterInfo) -> tuple[str, nn.Module] | None:
+    """The nearest attention module around a parameter, with the parameter's name in it."""
+    for relative, module in info.chain[1:]:
+        names = class_names(module)
+        if any(_NO_SOFTMAX.search(name) for name in names):
+            return None
+        if any(_ATTENTION.search(name) for name in names):
+            return relative, module
+    return None
+
+
+def _prefix(info: ParameterInfo, relative: str) -> str:
+    """Name of the module, where an adapter's own components stand between it and the parameter."""
+    depth = relative.count(".") + 1
+    return ".".join(info.path[:-depth])
+
+
+class _Search:
+    """What one attention module computes its query and key with."""
+
+    def __init__(self, module: nn.Module, name: str, infos: list[ParameterInfo]) -> None:
+        self.module, self.name, self.where = module, name, f"{name} ({type(module).__name__})"
+        self.infos: dict[str, ParameterInfo] = {}
+        self.adapted = False
+        for info in infos:
+            relative = next(relative for relative, m in info.chain if m is module)
+            part = relative.split(".")[0]
+            holds = part in _QUERY | _KEY or part in ("q_b_proj", "kv_b_proj") or self._is_fused(info)
+            self.adapted |= holds and ("lora_" in info.name or ".base_layer." in f".{info.name}")
+            self.infos.setdefault(relative, info)
+
+    def locate(self) -> QueryKey | None:
+        if is_latent_attention(self.module):
+            return self._latent()
+        parts = self._projections()
+        if parts is None:
+            return None
+        query, key, head = parts
+        heads = sum(r.rows.numel() for r in query if len(r.parameter.shape) > 1) // head
+        kv_heads = sum(r.rows.numel() for r in key if len(r.parameter.shape) > 1) // head or heads
+        norms = {child: module for child, module in self.module.named_children() if self._is_norm(module)}
+        self._check_norms(norms)
+        shared = False
+        if any(child in _QUERY_NORMS | _KEY_NORMS | _BOTH_NORMS for child in norms):
+            query = [r for child in norms if child in _QUERY_NORMS for r in self._norm(child, heads, head)]
+            key = [r for child in norms if child in _KEY_NORMS for r in self._norm(child, kv_heads, head)]
+            shared = any(r.rows.shape[0] == 1 for r in query + key) and heads > 1
+        if getattr(self.module, "is_kv_shared_layer", False):  # the key is another layer's
+            key = []
+        return QueryKey(
+            self.name, self.module, heads, kv_heads, head, _training(query), _training(key), (), shared, self.adapted
+        )
+
+    # --- projections --------------------------------------------------------------------------------------------------
+
+    def _projections(self) -> tuple[list[HeadRows], list[HeadRows], int] | None:
+        head = head_size(self.module)
+        sides: dict[str, list[HeadRows]] = {"q": [], "k": []}
+        for relative, info in self.infos.items():
+            part, _, leaf = relative.rpartition(".")
+            if leaf != "weight" or "." in part:
+                continue
+            for side, rows, dim in self._sides(info, part, relative):
+                self._check_whole(info)
+                if head is None or rows.numel() % head:
+                    raise ValueError(
+                        f"QK-clip: {self.where}: {rows.numel()} rows of {info.name} are not heads of {head} rows; leave the "
+                        "module out with modules=..."
+                    )
+                sides[side] += self._with_bias(info, f"{part}.bias", dim, rows.view(-1, head))
+        if head is None or not sides["q"]:
+            return None
+        return sides["q"], sides["k"], head
+
+    def _sides(self, info: ParameterInfo, part: str, relative: str) -> list[tuple[str, Tensor, int]]:
+        """``(q or k, rows, dimension)`` of what a weight holds of the query and of the key."""
+        transposed = "Conv1D" in class_names(info.owner)
+        decision = family_rule(info)
+        if decision is not None and decision.kind == "matrix":
+            named = [unit for unit in decision.units if unit.name in ("q", "k")]
+            if named or decision.units[0].name:
+                return [(unit.name, _rows_of(unit), int(transposed)) for unit in named]
+        side = "q" if part in _QUERY else "k" if part in _KEY else None
+        if side is None or len(info.shape) != 2:
+            if side is not None:
+                self._check_whole(info)
+            return []
+        dim = int(transposed)
+        return [(side, torch.arange(info.shape[dim]), dim)]
+
+    def _is_fused(self, info: ParameterInfo) -> bool:
+        decision = family_rule(info) if len(info.shape) == 2 else None
+        return decision is not None and any(unit.name in ("q", "k") for unit in decision.units)
+
+    def _check_whole(self, info: ParameterInfo) -> None:
+        if len(info.shape) != 2 or tuple(info.parameter.shape) != info.shape:
+            raise ValueError(
+                f"QK-clip: {info.name} has shape {tuple(info.parameter.shape)}: a wrapper (FSDP1, DeepSpeed ZeRO) has "
+                "flattened or partitioned it, so rows of heads cannot be scaled. Train under FSDP2, DDP or on one process"
+            )
+
+    def _with_bias(self, info: ParameterInfo, bias: str, dim: int, rows: Tensor) -> list[HeadRows]:
+        found = [HeadRows(info.name, info.parameter, dim, rows)]
+        if bias in self.infos:
+            found.append(HeadRows(self.infos[bias].name, self.infos[bias].parameter, 0, rows))
+        return found
+
+    # --- norms behind the projections ---------------------------------------------------------------------------------
+
+    @staticmethod
+    def _is_norm(module: nn.Module) -> bool:
+        return any("Norm" in name for name in class_names(module))
+
+    def _check_norms(self, norms: dict[str, nn.Module]) -> None:
+        unknown = set(norms) - _QUERY_NORMS - _KEY_NORMS - _BOTH_NORMS - _OTHER_NORMS
+        if unknown:
+            raise ValueError(
+                f"QK-clip: {self.where} has a norm {sorted(unknown)[0]!r}, and it is not known whether it stands behind the "
+                "query or the key, where it would cancel the clip; leave the module out with modules=..."
+            )
+
+    def _norm(self, child: str, heads: int, head: int) -> list[HeadRows]:
+        """The weight and bias of a norm of the query or the key."""
+        found = []
+        for leaf in ("weight", "bias"):
+            info = self.infos.get(f"{child}.{leaf}")
+            if info is None:
+                continue
+            numel = math.prod(info.shape)
+            if numel == head:
+                rows, dim = torch.arange(head).view(1, -1), 0
+            elif info.shape == (heads, head):
+                rows, dim = torch.arange(heads).view(-1, 1), 0
+            elif numel == heads * head:
+                rows, dim = torch.arange(numel).view(heads, head), 0
+            else:
+                raise ValueError(
+                    f"QK-clip: {self.where}: {info.name} of shape {info.shape} is neither one weight for {heads} heads of "
+                    f"{head} nor one for each; leave the module out with modules=..."
+                )
+            centered = leaf == "weight" and _is_zero_centered(info.owner, info.shape)
+            found.append(HeadRows(info.name, info.parameter, dim, rows, centered))
+        if not found and any(relative.startswith(f"{child}.") for relative in self.infos):
+            raise ValueError(
+                f"QK-clip: {self.where}: the norm {child!r} keeps its weights in modules of its own, whose layout is not "
+                "known; leave the module out with modules=..."
+            )
+        return found
+
+    # --- latent attention ---------------------------------------------------------------------------------------------
+
+    def _latent(self) -> QueryKey:
+        """DeepSeek's latent attention: heads are ``[without position, rotary]`` in q and ``[k, v]`` in ``kv_b_proj``."""
+        nope, rope = setting(self.module, "qk_nope_head_dim"), setting(self.module, "qk_rope_head_dim")
+        value, heads = setting(self.module, "v_head_dim"), setting(self.module, "num_heads", "num_attention_heads")
+        query = self.infos.get("q_b_proj.weight") or self.infos.get("q_proj.weight")
+        key = self.infos.get("kv_b_proj.weight")
+        if not (nope and rope and value and heads) or query is None or key is None:
+            raise ValueError(
+                f"QK-clip: {self.where} looks like latent attention, but has not its sizes or projections; leave it out with "
+                "modules=..."
+            )
+        for info, width in ((query, nope + rope), (key, nope + value)):
+            self._check_whole(info)
+            if info.shape[0] != heads * width:
+                raise ValueError(f"QK-clip: {info.name} has {info.shape[0]} rows, not {heads} heads of {width}")
+        rows = torch.arange(heads * (nope + rope)).view(heads, -1)
+        key_rows = torch.arange(heads * (nope + value)).view(heads, -1)[:, :nope]
+        q_bias, k_bias = (next(r for r, i in self.infos.items() if i is info)[:-6] + "bias" for info in (query, key))
+        return QueryKey(
+            self.name,
+            self.module,
+            heads,
+            heads,
+            nope + rope,
+            _training(self._with_bias(query, q_bias, 0, rows[:, :nope])),
+            _training(self._with_bias(key, k_bias, 0, key_rows)),
+            _training(self._with_bias(query, q_bias, 0, rows[:, nope:])),
+            False,
+            self.adapted,
+        )
+
+
+def _training(found: Iterable[HeadRows]) -> tuple[HeadRows, ...]:
+    """What trains; nothing where the weight itself does not, since a bias alone cannot scale a logit."""
+    kept = tuple(r for r in found if r.parameter.requires_grad)
+    return kept if any(r.name.endswith("weight") for r in kept) else ()
+
+
+def _rows_of(unit: Unit) -> Tensor:
+    """The outputs of a unit in the order of its rows, as indices along the parameter's outputs."""
+    view = tuple(1 if d in unit.cols else size for d, size in enumerate(unit.view))
+    flat = Unit(unit.name, view, unit.rows, unit.cols, unit.batch, unit.dim, unit.start, unit.stop, unit.step)
+    return flat.extract(torch.arange(math.prod(view))).flatten()
+
+
+def _is_zero_centered(norm: nn.Module, shape: tuple[int, ...]) -> bool:
+    """Whether a norm multiplies by ``1 + weight`` (Gemma, Qwen3-Next) and not by ``weight``: asked of the norm itself."""
+    probe = norm.__class__.__new__(norm.__class__)
+    probe.__dict__ = dict(norm.__dict__)
+    x = torch.arange(1.0, math.prod(shape) + 1).view(1, *shape)
+    outputs = []
+    for value in (0.0, 1.0):
+        probe._parameters = {
+            name: None if p is None else nn.Parameter(torch.full(shape, value if name == "weight" else 0.0))
+            for name, p in norm._parameters.items()
+        }
+        with torch.no_grad():
+            outputs.append(type(norm).forward(probe, x))
+    at_zero, at_one = outputs
+    if not at_zero.any() and at_one.any():
+        return False
+    if torch.allclose(at_one, 2 * at_zero, rtol=1e-5, atol=0):
+        return True
+    raise ValueError(
+        f"QK-clip: {type(norm).__name__} multiplies neither by its weight nor by 1 + weight; leave its attention modules out "
+        "with modules=..."
+    )
