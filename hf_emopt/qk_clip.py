@@ -77,7 +77,8 @@ def qk_clip(
 
     Raises:
         ValueError: threshold or balance is out of range, a name or a number of heads does not fit the model, a logit is NaN
-            or infinite, or a head exceeds the threshold where nothing can act: frozen weights, adapters, norms without weights.
+            or infinite, or a head exceeds the threshold where nothing can act: frozen weights, adapters, norms without
+            weights.
     """
     return clip_found(find_query_key(model, modules), max_logits, threshold, balance, optimizer)
 

@@ -109,8 +109,8 @@ class QKClipCallback(TrainerCallback):
         if report.max_logit == float("-inf"):
             raise RuntimeError(
                 "QKClipCallback: no attention logit was measured in a step. The model's forward pass did not run its "
-                "attention in training mode, or runs it in a graph that was compiled or captured before; train without torch_compile "
-                "or without the callback"
+                "attention in training mode, or runs it in a graph that was compiled or captured before; train "
+                "without torch_compile or without the callback"
             )
         self._largest = max(self._largest, report.max_logit)
         self._clipped += report.clipped_heads

@@ -110,15 +110,19 @@ def find_query_key(model: nn.Module, modules: str | Sequence[str] | None = None)
             relative, module = place
             name = info.canonical.removesuffix(relative).rstrip(".") if info.canonical.endswith(relative) else ""
             found.setdefault(id(module), (module, name or _prefix(info, relative), []))[2].append(info)
-    kept = {}
+    kept, left = {}, []
     for module, name, infos in found.values():
         if modules is not None and patterns.find([name]) is None:
+            left.append(name)
             continue
         located = _Search(module, name, infos).locate()
         if located is not None:
             kept[name] = located
-    if modules is not None:
-        patterns.check_matched(list(kept))
+    if left and not kept:
+        raise ValueError(
+            f"QK-clip: modules={modules!r} matches no attention module with a query and a key; there are "
+            f"{', '.join(left[:4])} ..., and patterns match whole dotted components"
+        )
     return kept
 
 
