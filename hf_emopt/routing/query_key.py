@@ -130,10 +130,8 @@ def _attention_of(info: ParameterInfo) -> tuple[str, nn.Module] | None:
     """The nearest attention module around a parameter, with the parameter's name in it."""
     for relative, module in info.chain[1:]:
         names = class_names(module)
-        if any(_NO_SOFTMAX.search(name) for name in names):
-            return None
         if any(_ATTENTION.search(name) for name in names):
-            return relative, module
+            return None if any(_NO_SOFTMAX.search(name) for name in names) else (relative, module)
     return None
 
 
