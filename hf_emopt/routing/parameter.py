@@ -160,7 +160,12 @@ def _is_wrapper_component(component: str, parent: nn.Module, grandparent: nn.Mod
         return hasattr(parent, "peft_config") and hasattr(parent, "active_adapter")
     if component == "model":
         # LoraModel and its kin hold the adapted model as `.model`, and are held by a PeftModel as `.base_model`.
-        return grandparent is not None and hasattr(grandparent, "peft_config") and hasattr(parent, "peft_config")
+        # The adapted model has a `peft_config` too, so that does not tell them apart.
+        return (
+            grandparent is not None
+            and hasattr(grandparent, "peft_config")
+            and grandparent._modules.get("base_model") is parent
+        )
     return False
 
 

@@ -550,6 +550,15 @@ def test_lora_rank_one_is_a_matrix_and_classifier_copy_is_a_head() -> None:
     assert {route.shape for route in table.matrices} == {(1, 24), (24, 1)}
 
 
+def test_a_model_called_model_inside_an_adapted_model_keeps_its_name() -> None:
+    """PEFT gives the model that it adapts a ``peft_config`` of its own."""
+    model = lora(build("llama", device="cpu"), target_modules=["q_proj"])
+    table = route_parameters(model, aux_modules=r"model\.layers\.0\.self_attn")
+    assert {route.name for route in table.aux} == {
+        f"base_model.model.model.layers.0.self_attn.q_proj.lora_{side}.default.weight" for side in "AB"
+    }
+
+
 def test_lora_of_fused_layers_in_a_saved_module() -> None:
     """A whole attention module in ``modules_to_save`` keeps the layout of its family."""
     model = lora(build("gpt_neox", device="cpu"), target_modules=["dense_h_to_4h"], modules_to_save=["attention"])
