@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import transformers as tf
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from hf_emopt import MaxLogits
@@ -35,7 +35,7 @@ def functions(device: str) -> list[str]:
     return names
 
 
-def build(arguments: argparse.Namespace, window: int | None) -> nn.Module:
+def build(arguments: argparse.Namespace, window: int | None) -> Any:
     sizes = (64, 2, 4, 2, 96) if arguments.tiny else (2048, arguments.layers, 32, 8, 5632)
     hidden, layers, heads, kv_heads, inner = sizes
     options: dict[str, Any] = {
@@ -52,7 +52,7 @@ def build(arguments: argparse.Namespace, window: int | None) -> nn.Module:
     return model.to(arguments.device).train()
 
 
-def eager_logits(model: nn.Module, inputs: dict[str, Tensor], queries: Tensor | None) -> dict[str, Tensor]:
+def eager_logits(model: Any, inputs: dict[str, Tensor], queries: Tensor | None) -> dict[str, Tensor]:
     """Largest logit of each head as eager attention hands it to softmax; ``queries``: ``(B, Q)``, false for padding."""
     found: dict[str, Tensor] = {}
     running: list[str] = []
@@ -67,7 +67,7 @@ def eager_logits(model: nn.Module, inputs: dict[str, Tensor], queries: Tensor | 
     for name, query_key in MaxLogits(model, process_group="self").found.items():
         hooks.append(query_key.module.register_forward_pre_hook(lambda *_, name=name: running.append(name)))
         hooks.append(query_key.module.register_forward_hook(lambda *_: running.pop() and None))
-    functional.softmax = softmax
+    functional.softmax = softmax  # type: ignore[assignment]
     try:
         with torch.no_grad():
             model.set_attn_implementation("eager")
