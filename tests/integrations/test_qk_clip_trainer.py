@@ -133,7 +133,7 @@ class Others(TrainerCallback):
             self.clips += bool(changed)
 
 
-STEPS, THRESHOLD = 200, 60.0
+STEPS, THRESHOLD = 200, 40.0
 
 
 def run(folder: Path, clip: QKClipCallback | None) -> tuple[list[float], int]:
