@@ -1,0 +1,114 @@
+"""LoRA on several ranks: both factors of a pair come to one owner, and the weights are those of one process."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import pytest
+import torch
+from adapters_zoo import MODES, PAIRS, adapters_zoo
+from harness import World
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from zoo import assert_close, backward, build, give_gradients, train, weights, wrap
+
+from hf_emopt.distributed.layout import UnsupportedLayoutError
+
+STEPS = 5
+
+
+@functools.cache
+def reference(mode: str) -> dict[str, Tensor]:
+    model = adapters_zoo(start=True)
+    optimizer = build(model, MODES[mode])
+    train(model, optimizer, STEPS)
+    return weights(model)
+
+
+def trained(mode: str, layout: str, **options: Any) -> dict[str, Any]:
+    model = wrap(adapters_zoo(start=True), layout)
+    optimizer = build(model, MODES[mode], **options)
+    train(model, optimizer, STEPS)
+    return {
+        "weights": weights(model),
+        "transforms": optimizer.transform_count,
+        "wanted": optimizer.routes.matrix_count * STEPS,
+    }
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2", "hsdp"])
+@pytest.mark.parametrize("mode", list(MODES))
+def test_weights_are_those_of_one_process(two: World, mode: str, layout: str) -> None:
+    results = two.run(trained, mode=mode, layout=layout)
+    for result in results:
+        assert_close(result["weights"], reference(mode), 1e-5)
+        if mode != "separate":
+            assert result["wanted"] == PAIRS * STEPS
+    assert sum(result["transforms"] for result in results) == results[0]["wanted"]
+    if mode != "separate":
+        assert all(result["transforms"] > 0 for result in results)  # the work is shared
+
+
+def resumed(mode: str, layout: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Weights after five steps without a break, and after two, a new model and optimizer, and three more."""
+    model = adapters_zoo(start=True) if layout == "single" else wrap(adapters_zoo(start=True), layout)
+    optimizer = build(model, MODES[mode])
+    train(model, optimizer, 2)
+    optimizer.consolidate_state_dict(to=None)
+    state = copy.deepcopy(optimizer.state_dict())
+    saved = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    train(model, optimizer, range(2, STEPS))
+
+    other = adapters_zoo() if layout == "single" else wrap(adapters_zoo(), layout)
+    with torch.no_grad():
+        for name, parameter in other.named_parameters():
+            parameter.copy_(saved[name])
+    fresh = build(other, MODES[mode])
+    fresh.load_state_dict(state)
+    train(other, fresh, range(2, STEPS))
+    return weights(model), weights(other)
+
+
+@pytest.mark.parametrize("layout", ["single", "ddp", "fsdp2"])
+@pytest.mark.parametrize("mode", ["muon", "normuon"])
+def test_resumed_bit_by_bit(two: World, mode: str, layout: str) -> None:
+    results = [resumed(mode, layout)] if layout == "single" else two.run(resumed, mode=mode, layout=layout)
+    for uninterrupted, again in results:
+        assert set(uninterrupted) == set(again)
+        assert all(torch.equal(again[name], value) for name, value in uninterrupted.items())
+
+
+def apart() -> str:
+    """One factor sharded, the other not."""
+    model = adapters_zoo()
+    fully_shard(model.blocks["linears"].a.lora_A["default"], mesh=init_device_mesh("cpu", (2,)))
+    optimizer = build(model, MODES["muon"])
+    give_gradients(model, 0)
+    with pytest.raises(UnsupportedLayoutError, match="one fully_shard call") as error:
+        optimizer.step()
+    return str(error.value)
+
+
+def test_factors_on_different_ranks_are_refused(two: World) -> None:
+    assert all("lora_A.default.weight and its partner lie on different ranks" in text for text in two.run(apart))
+
+
+def half_present(layout: str) -> str:
+    """A step in which a factor has no gradient."""
+    model = wrap(adapters_zoo(), layout)
+    optimizer = build(model, MODES["muon"])
+    train(model, optimizer, 1)
+    backward(model, 1)
+    next(p for n, p in model.named_parameters() if n.endswith("c_proj.lora_B.default.weight")).grad = None
+    with pytest.raises(RuntimeError, match="has a gradient and") as error:
+        optimizer.step()
+    return str(error.value)
+
+
+def test_a_factor_without_a_gradient_is_refused_on_all_ranks(two: World) -> None:
+    for text in two.run(half_present, layout="fsdp2"):
+        assert "c_proj.lora_A.default.weight has a gradient" in text
+        assert "lora='separate'" in text
