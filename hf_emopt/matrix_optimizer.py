@@ -33,6 +33,7 @@ from hf_emopt.groups import GroupBuilder, ParamsArgument, check_lora_options, de
 from hf_emopt.pairs import step_pair_bucket
 from hf_emopt.passes import finite
 from hf_emopt.planned import planned_copies, planned_matrices
+from hf_emopt.refreshing import refresh, warn_of_strangers
 from hf_emopt.routing.adapters import LoraMode
 from hf_emopt.routing.route import ParameterRoute, RouteTable, coverage_warning
 from hf_emopt.routing.unit import Unit
@@ -117,6 +118,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._engine: Engine | None = None
         self._flattened: Flattened | None = None
         self._planned_for: tuple[Any, ...] = ()
+        self._last_present: frozenset[str] = frozenset()
         self._consolidated: dict[str, dict[str, Any]] | None = None
         self._only_initialized = False
         self._builder = GroupBuilder(
@@ -165,6 +167,29 @@ class MatrixOptimizer(torch.optim.Optimizer):
             super().add_param_group(group)
         self._routes.extend(routes)
         self._planned_for = ()
+
+    def refresh_parameters(self, model: nn.Module | None = None) -> tuple[list[str], list[str]]:
+        """Follows a model to which adapters were added, or from which they were deleted, since the optimizer was built.
+
+        New trainable parameters are routed as the constructor would and join the group of their kind with its
+        hyperparameters as they are now; parameters that the model no longer has are dropped with their state. Those that are
+        only frozen, such as adapters that are switched off, stay with their state. All ranks call it together.
+
+        Args:
+            model: the model, as it was given to the constructor; ``None`` for that one.
+
+        Returns:
+            Names of the parameters that were added and of those that were removed.
+
+        Raises:
+            ValueError: the optimizer was not built from a model, and none is given; or what the constructor raises.
+            UnsupportedLayoutError: under DeepSpeed, which has flattened the parameters.
+        """
+        model = model if model is not None else self._model() if self._model is not None else None
+        if model is None:
+            raise ValueError("the optimizer was built from parameters, so it knows no model: pass the model")
+        self.synchronize()
+        return refresh(self, model)
 
     def _validate(self, group: Group) -> None:
         for key in ("lr", "weight_decay"):
@@ -268,6 +293,10 @@ class MatrixOptimizer(torch.optim.Optimizer):
         if self._only_initialized:
             return
         agreement = engine.begin(self._finite_flags(), among)
+        model = self._model() if self._model is not None and among is None else None
+        if model is not None and agreement.present != self._last_present:
+            self._last_present = agreement.present
+            warn_of_strangers(self, model)
         if agreement.ok is not None:
             ok = agreement.ok
             if ok.device not in self._skipped:

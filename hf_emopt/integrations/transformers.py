@@ -261,8 +261,7 @@ def summary(optimizer: MatrixOptimizer) -> str:
     # A scheduler that warms up has set the rates to zero by now; "initial_lr" is what it warms up to.
     rates = ", ".join(f"{key[3:]} lr {rate:.3g}" for key, rate in group_learning_rates(optimizer, peak=True).items())
     rule = next((optimizer.rule.describe(g) for g in optimizer.param_groups if g["kind"] == "matrix"), "no matrix rule")
-    units = sum(unit.shape[0] for route in routes.matrices for unit in route.units)
     return (
-        f"{type(optimizer).__name__}: {units} matrices in {len(routes.matrices)} parameters ({share:.1f} % of "
+        f"{type(optimizer).__name__}: {routes.matrix_count} matrices in {len(routes.matrices)} parameters ({share:.1f} % of "
         f"{total:,} trainable elements), AdamW for {len(routes.aux)} other parameters; {rates}; {rule}"
     )

@@ -1,0 +1,89 @@
+"""A model that has other parameters than when its optimizer was built: adapters were added or deleted."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from hf_emopt.checkpointing import left_behind
+from hf_emopt.consolidation import keep_owned, materialize
+from hf_emopt.distributed.layout import UnsupportedLayoutError
+
+if TYPE_CHECKING:
+    from hf_emopt.matrix_optimizer import MatrixOptimizer
+
+__all__ = ["refresh", "warn_of_strangers"]
+
+
+def refresh(optimizer: MatrixOptimizer, model: nn.Module) -> tuple[list[str], list[str]]:
+    """See :meth:`hf_emopt.matrix_optimizer.MatrixOptimizer.refresh_parameters`."""
+    if optimizer._flattened is not None:
+        raise UnsupportedLayoutError(
+            "DeepSpeed has flattened the parameters that there were: build a new optimizer and engine for this model"
+        )
+    built, table = optimizer._builder.build(model)
+    there = {id(param) for param in model.parameters()}
+    known = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    whole = left_behind(optimizer)
+    optimizer._engine, optimizer._consolidated, optimizer._planned_for = None, None, ()
+
+    removed: list[str] = []
+    for group in optimizer.param_groups:
+        kept = [index for index, param in enumerate(group["params"]) if id(param) in there]
+        removed += [name for index, name in enumerate(group["param_names"]) if index not in kept]
+        for key in ("params", "param_names", "units", "adapters"):
+            if key in group:
+                group[key] = [group[key][index] for index in kept]
+    current = {param for group in optimizer.param_groups for param in group["params"]}
+    for param in [param for param in optimizer.state if param not in current]:
+        del optimizer.state[param]
+
+    added: list[str] = []
+    live = {group["name"]: group for group in optimizer.param_groups}
+    for group in built:
+        fresh = [index for index, (_, param) in enumerate(group["params"]) if id(param) not in known]
+        if not fresh:
+            continue
+        added += [group["params"][index][0] for index in fresh]
+        part = dict(group)
+        for key in ("params", "units", "adapters"):
+            if key in part:
+                part[key] = [part[key][index] for index in fresh]
+        target = live.get(group["name"])
+        if target is None:
+            optimizer.add_param_group(part)
+            continue
+        if ("adapters" in part) != ("adapters" in target):
+            part.setdefault("adapters", [()] * len(fresh))
+            target.setdefault("adapters", [()] * len(target["params"]))
+        target["params"] += [param for _, param in part["params"]]
+        target["param_names"] += [name for name, _ in part["params"]]
+        for key in ("units", "adapters"):
+            if key in part:
+                target[key] += part[key]
+    gone, new = set(removed), set(added)
+    routes = [route for route in optimizer._routes if route.name not in gone]
+    optimizer._routes = [*routes, *(route for route in table if route.name in new)]
+    if whole is not None:
+        engine = optimizer._current_engine()
+        if engine.world_size > 1:
+            keep_owned(engine, {name: state for name, state in whole.items() if name not in gone})
+            materialize(engine)
+    return added, removed
+
+
+def warn_of_strangers(optimizer: MatrixOptimizer, model: nn.Module) -> None:
+    """Warns of parameters of a model that have a gradient and are not the optimizer's: nobody would train them."""
+    known = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    strangers = [
+        n for n, p in model.named_parameters() if p.requires_grad and p.grad is not None and id(p) not in known
+    ]
+    if strangers:
+        warnings.warn(
+            f"{len(strangers)} parameters have a gradient and are not the optimizer's, so it does not train them: "
+            f"{', '.join(strangers[:3])}{' ...' if len(strangers) > 3 else ''}. They were added or unfrozen after it was "
+            "built; optimizer.refresh_parameters() takes them in",
+            stacklevel=4,
+        )
