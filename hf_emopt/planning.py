@@ -8,7 +8,7 @@ import torch
 
 from hf_emopt.distributed.layout import Storage
 from hf_emopt.distributed.plan import make_plan
-from hf_emopt.groups import unpack_units
+from hf_emopt.groups import adapter_at, unpack_units
 from hf_emopt.matrix_optimizer import MatrixOptimizer
 from hf_emopt.rules.elementwise import init_adamw_state
 from hf_emopt.rules.factor_storage import FACTOR_STORAGE
@@ -22,7 +22,7 @@ class StepEstimate:
     """Figures of one optimizer on one model.
 
     Attributes:
-        matrices: whole matrices transformed in a step.
+        matrices: whole matrices transformed in a step; a LoRA pair that is stepped as one is one.
         matrix_numel, aux_numel: elements trained by the rule and by AdamW.
         matrix_state_bytes, aux_state_bytes: optimizer state of all ranks together.
         adamw_state_bytes: state of ``torch.optim.AdamW`` for the same parameters.
@@ -85,7 +85,9 @@ def estimate(optimizer: MatrixOptimizer, world_size: int = 1) -> StepEstimate:
                     state["rounds"] = torch.empty((), dtype=torch.int64, device="meta")
                 state |= optimizer.rule.init_state(meta, group)
                 for index, unit in enumerate(unpack_units(group["units"][position])):
-                    matrices += unit.shape[0]
+                    adapter = adapter_at(group, position)
+                    counts = adapter is None or not adapter.joint or adapter.side == "B"
+                    matrices += unit.shape[0] if counts else 0
                     for key, value in optimizer.rule.init_unit_state(unit.shape, group, meta).items():
                         state[f"{key}.{index}"] = value
                 matrix_bytes += sum(t.nbytes for t in state.values())

@@ -102,9 +102,10 @@ def test_ratios_out_of_range(ratio: float) -> None:
 
 
 def test_a_model_without_adapters_has_no_group_for_them() -> None:
-    optimizer = hf_emopt.Muon(body(), lora_lr_ratio=4.0, lora="joint")
-    assert [group["name"] for group in optimizer.param_groups] == ["matrix", "aux", "aux_no_decay"]
-    assert not any("adapters" in group for group in optimizer.param_groups)
+    for options in ({"lora_lr_ratio": 4.0}, {"lora": "joint"}):
+        optimizer = hf_emopt.Muon(body(), **options)  # type: ignore[arg-type]
+        assert [group["name"] for group in optimizer.param_groups] == ["matrix", "aux", "aux_no_decay"]
+        assert not any("adapters" in group for group in optimizer.param_groups)
 
 
 # --- the scale of separate factors ------------------------------------------------------------------------------------

@@ -98,7 +98,7 @@ def test_separate_factors_do_depend_on_it() -> None:
 
 
 def test_the_update_is_the_formula_with_any_square_root() -> None:
-    """``-c/s msign(M L^-T) L^-1`` for any L with ``L L^T`` the Gram matrix: Cholesky's here, the symmetric one in the rule."""
+    """``-c/s msign(M L^-T) L^-1`` with any ``L L^T`` the Gram matrix: here Cholesky's, the symmetric one in the rule."""
     model = adapters_zoo(dtype=torch.float64)
     lr, reach = OPTIONS["lr"], 0.1
     optimizer = hf_emopt.Muon(model, **{**OPTIONS, "weight_decay": 0.0, "nesterov": False, "momentum": 0.0})
