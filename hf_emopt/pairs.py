@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -133,9 +134,20 @@ def _updates(
             key = (adapter.side, owned[k].units[0].shape[1:], owned[other].units[0].shape[1:])
             alike[key].append(_Job(other, k, adapter))
     updates: list[Tensor] = [torch.empty(0)] * len(owned)
-    for jobs in alike.values():
-        _update_batch(engine, bucket, owned, messages, weights, group, jobs, updates)
+    present = [s.parameter for s in owned]
+    for kind, jobs in alike.items():
+        like = messages[jobs[0].starting]
+        # Kept, since to bring numbers to a device makes the host wait for it.
+        scaling = engine.kept(f"scaling {kind}", index, present, partial(_scalings, jobs, owned, like))
+        _update_batch(engine, bucket, owned, messages, weights, group, jobs, scaling, updates)
     return updates
+
+
+def _scalings(jobs: Sequence[_Job], owned: Sequence[Segment], like: Tensor) -> Tensor:
+    """What the model multiplies each product by, ``(N, 1, 1)``."""
+    counts = [owned[job.starting].units[0].shape[0] for job in jobs]
+    values = [job.adapter.scaling for job, count in zip(jobs, counts) for _ in range(count)]
+    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None, None]
 
 
 def _update_batch(
@@ -146,6 +158,7 @@ def _update_batch(
     weights: Sequence[Tensor],
     group: Group,
     jobs: Sequence[_Job],
+    scaling: Tensor,
     updates: list[Tensor],
 ) -> None:
     """Fills in the updates of pairs of one shape."""
@@ -159,15 +172,9 @@ def _update_batch(
         views.append((state, own))
         weight, message = (torch.cat([owned[k].units[0].extract(t[k]) for k in places]) for t in (weights, messages))
         factors.append(Factor(weight, message, state))
-    like = factors[0].message
-    scaling = torch.tensor(
-        [job.adapter.scaling for job, n in zip(jobs, counts) for _ in range(n)],
-        dtype=like.dtype,
-        device=like.device,
-    )[:, None, None]
     shape = jobs[0].adapter.outputs, jobs[0].adapter.inputs
     still, starting = factors
-    results = engine.rule.transform_pair(still, starting, scaling, shape, group, engine.ok_on(like.device))
+    results = engine.rule.transform_pair(still, starting, scaling, shape, group, engine.ok_on(scaling.device))
     engine.transform_count += sum(counts)
     for places, result, (state, own) in zip(sides, results, views):
         for part, k in zip(result.split(counts), places):
