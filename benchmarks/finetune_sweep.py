@@ -187,7 +187,9 @@ def training_arguments(
         max_grad_norm=args.max_grad_norm,
         max_steps=args.max_steps,
         per_device_train_batch_size=args.batch_size,
-        per_device_eval_batch_size=4 * args.batch_size,
+        # Logits of a vocabulary in float32 take more than the training step.
+        per_device_eval_batch_size=args.batch_size if args.task == "clm" else 4 * args.batch_size,
+        prediction_loss_only=args.task == "clm",
         gradient_accumulation_steps=args.accumulation,
         bf16=args.bf16,
         logging_steps=max(1, args.max_steps // 10),
@@ -341,17 +343,30 @@ def run(args: argparse.Namespace, point: Callable[..., dict[str, Any]] = run_poi
 def _points(
     args: argparse.Namespace, task: Task, missing: list[tuple[str, float, int]], point: Callable[..., dict[str, Any]]
 ) -> Iterator[dict[str, Any]]:
-    """The missing points as they are done, several at a time where asked for."""
-    if args.processes == 1:
-        for key in missing:
-            yield point(task, *key)
-            gc.collect()
-        return
-    workers = min(args.processes, len(missing))
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(workers, context, _start_worker, (args, workers)) as pool:
-        for done in concurrent.futures.as_completed([pool.submit(_worker_point, key) for key in missing]):
-            yield done.result()
+    """The missing points as they are done, several at a time where asked for.
+
+    What fails beside others (they share the device's memory) is run once more by itself; what fails there ends the run.
+    """
+    alone = missing
+    if args.processes > 1:
+        alone = []
+        workers = min(args.processes, len(missing))
+        context = multiprocessing.get_context("spawn")
+        with concurrent.futures.ProcessPoolExecutor(workers, context, _start_worker, (args, workers)) as pool:
+            running = {pool.submit(_worker_point, key): key for key in missing}
+            for done in concurrent.futures.as_completed(running):
+                problem = done.exception()
+                if problem is None:
+                    yield done.result()
+                    continue
+                print(
+                    f"{running[done]} failed beside others, again later: {type(problem).__name__}: {problem}"[:300],
+                    flush=True,
+                )
+                alone.append(running[done])
+    for key in alone:
+        yield point(task, *key)
+        gc.collect()
 
 
 _WORKER: dict[str, Task] = {}

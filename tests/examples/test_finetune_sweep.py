@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import concurrent.futures
 import json
 from pathlib import Path
 from typing import Any
@@ -122,3 +124,24 @@ def test_race_finds_the_step_at_which_a_final_loss_is_reached() -> None:
     assert lines[5] == "| 0.001 | 3.1000 | never | - |"
     with pytest.raises(ValueError, match="no points of soap"):
         finetune_sweep.race(result, "soap", "adamw_torch")
+
+
+def test_a_point_that_fails_beside_others_runs_again_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def beside_others(key: tuple[str, float, int]) -> dict[str, Any]:
+        if key[0] == "muon":
+            raise torch.OutOfMemoryError("no memory")
+        return {"optim": key[0], "alone": False}
+
+    monkeypatch.setattr(finetune_sweep, "_worker_point", beside_others)
+    monkeypatch.setattr(
+        finetune_sweep.concurrent.futures,
+        "ProcessPoolExecutor",
+        lambda workers, *_: concurrent.futures.ThreadPoolExecutor(workers),
+    )
+    keys = [("muon", 1e-3, 0), ("adamw_torch", 1e-3, 0)]
+    args = argparse.Namespace(processes=2)
+    points = finetune_sweep._points(args, None, keys, lambda _, optim, lr, seed: {"optim": optim, "alone": True})  # type: ignore[arg-type]
+    assert list(points) == [{"optim": "adamw_torch", "alone": False}, {"optim": "muon", "alone": True}]
+    assert "no memory" in capsys.readouterr().out
