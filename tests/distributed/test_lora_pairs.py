@@ -6,15 +6,20 @@ import copy
 import functools
 from typing import Any
 
+import peft
 import pytest
 import torch
+import torch.distributed as dist
+from accelerate import Accelerator
 from adapters_zoo import MODES, PAIRS, adapters_zoo
 from harness import World
+from test_prepare import accelerate_on_cpu, fsdp2, llama, run_llama
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from zoo import assert_close, backward, build, give_gradients, train, weights, wrap
 
+import hf_emopt
 from hf_emopt.distributed.layout import UnsupportedLayoutError
 
 STEPS = 5
@@ -112,3 +117,27 @@ def test_a_factor_without_a_gradient_is_refused_on_all_ranks(two: World) -> None
     for text in two.run(half_present, layout="fsdp2"):
         assert "c_proj.lora_A.default.weight has a gradient" in text
         assert "lora='separate'" in text
+
+
+def prepared(rank: int = 4) -> dict[str, Any]:
+    """A PEFT model through ``Accelerator.prepare`` with FSDP2 where there are ranks, which replaces every parameter."""
+    model = peft.get_peft_model(llama(), peft.LoraConfig(r=rank, lora_alpha=8, target_modules="all-linear"))
+    optimizer: Any = build(model, MODES["muon"])
+    accelerator = None
+    with accelerate_on_cpu(fsdp=dist.is_initialized()):
+        if dist.is_initialized():
+            accelerator = Accelerator(cpu=True, fsdp_plugin=fsdp2())
+            model, optimizer = accelerator.prepare(model, optimizer)
+        return {
+            "pairs": hf_emopt.route_parameters(model).matrix_count // 2,
+            **run_llama(model, optimizer, accelerator, 1.0),
+        }
+
+
+def test_accelerate_prepares_pairs_for_fsdp2(two: World) -> None:
+    wanted = prepared()
+    assert wanted["pairs"] * 3 == wanted["transforms"] == 2 * 7 * 3
+    results = two.run(prepared)
+    for result in results:
+        assert_close(result["weights"], wanted["weights"], 1e-5)
+    assert sum(result["transforms"] for result in results) == wanted["transforms"]

@@ -145,3 +145,25 @@ def test_a_point_that_fails_beside_others_runs_again_alone(
     points = finetune_sweep._points(args, None, keys, lambda _, optim, lr, seed: {"optim": optim, "alone": True})  # type: ignore[arg-type]
     assert list(points) == [{"optim": "adamw_torch", "alone": False}, {"optim": "muon", "alone": True}]
     assert "no memory" in capsys.readouterr().out
+
+
+def test_forms_of_an_optimizer_are_told_apart(tmp_path: Path, command: list[str]) -> None:
+    """``NAME:ARGS`` is a column of its own; what ``--optim_args`` says of ``NAME`` holds for all its forms."""
+    args = finetune_sweep.parse(
+        [*command, "--lr", "1e-3", "--lora_r", "4", "--eval_steps", "1", "--out", str(tmp_path / "r")]
+    )
+    assert args.lora_alpha == 8
+    plain, joint, adamw = (
+        finetune_sweep.training_arguments(args, optim, 1e-3, 0, str(tmp_path))
+        for optim in ("muon", "muon:lora=joint, lora_max_change=0.3", "adamw_torch")
+    )
+    assert (plain.optim, plain.optim_args) == ("muon", "ns_steps=3")
+    assert (joint.optim, joint.optim_args) == ("muon", "ns_steps=3,lora=joint, lora_max_change=0.3")
+    assert adamw.optim_args is None
+    assert (joint.eval_strategy, joint.eval_steps) == ("steps", 1)
+
+    args.optim, args.max_steps = ["muon:lora=joint"], 2
+    point = finetune_sweep.run_point(finetune_sweep.Task(args), "muon:lora=joint", 1e-3, 0)
+    assert (point["matrices"], point["matrix_transforms"]) == (7, 7 * 2)  # a pair is one
+    assert [step for step, _ in point["held_out"]][:2] == [1, 2]
+    assert point["held_out"][-1][1] == pytest.approx(point["eval_loss"])
