@@ -17,7 +17,7 @@ from test_prepare import accelerate_on_cpu, fsdp2, llama, run_llama
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from zoo import assert_close, backward, build, give_gradients, train, weights, wrap
+from zoo import assert_close, backward, build, full, give_gradients, train, weights, wrap
 
 import hf_emopt
 from hf_emopt.distributed.layout import UnsupportedLayoutError
@@ -138,6 +138,61 @@ def test_accelerate_prepares_pairs_for_fsdp2(two: World) -> None:
     wanted = prepared()
     assert wanted["pairs"] * 3 == wanted["transforms"] == 2 * 7 * 3
     results = two.run(prepared)
+    for result in results:
+        assert_close(result["weights"], wanted["weights"], 1e-5)
+    assert sum(result["transforms"] for result in results) == wanted["transforms"]
+
+
+def in_bfloat16(layout: str) -> dict[str, Any]:
+    """16-bit adapters: their weights travel, and what they cannot hold stays with the owner."""
+    model = adapters_zoo(start=True, dtype=torch.bfloat16)
+    model = model if layout == "single" else wrap(model, layout)
+    optimizer = build(model, MODES["muon"], lr=1e-3)
+    train(model, optimizer, STEPS)
+    optimizer.consolidate_state_dict(to=None)
+    entries = copy.deepcopy(optimizer.state_dict()["state"])
+    low = {index: full(entry["weight_low_bits"]).to(torch.int32) for index, entry in entries.items()}
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    whole = {}
+    for (index, bits), param in zip(sorted(low.items()), params):  # the float32 weight: both halves of its bits
+        upper = full(param).view(torch.int16).to(torch.int32)
+        whole[str(index)] = ((upper << 16) + (bits & 0xFFFF)).view(torch.float32)
+    return {"weights": weights(model), "masters": whole}
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
+def test_bfloat16_adapters_are_those_of_one_process(two: World, layout: str) -> None:
+    wanted = in_bfloat16("single")
+    first, second = two.run(in_bfloat16, layout=layout)
+    assert all(torch.equal(first["weights"][name], value) for name, value in second["weights"].items())
+    assert_close(first["masters"], wanted["masters"], 1e-5)
+
+
+def come_and_go(mode: str) -> dict[str, Any]:
+    """One adapter joins and one leaves between steps, on ranks that own each other's state."""
+    model = adapters_zoo()
+    optimizer = build(model, MODES[mode])
+    for step in range(2):
+        give_gradients(model, step)
+        optimizer.step()
+    torch.manual_seed(7)
+    layers = model.blocks["linears"]
+    layers.b.update_layer("late", 2, lora_alpha=4, config=peft.LoraConfig(r=2, lora_alpha=4))
+    layers.b.set_adapter(["default", "late"])
+    layers.a.delete_adapter("default")
+    added, removed = optimizer.refresh_parameters(model)
+    assert [name.rsplit(".", 4)[-4] for name in removed] == ["a", "a"]
+    assert len(added) == 2
+    for step in range(2, 5):
+        give_gradients(model, step)
+        optimizer.step()
+    return {"weights": weights(model), "transforms": optimizer.transform_count}
+
+
+@pytest.mark.parametrize("mode", ["normuon", "separate"])
+def test_adapters_come_and_go_on_ranks(two: World, mode: str) -> None:
+    wanted = come_and_go(mode)
+    results = two.run(come_and_go, mode=mode)
     for result in results:
         assert_close(result["weights"], wanted["weights"], 1e-5)
     assert sum(result["transforms"] for result in results) == wanted["transforms"]
