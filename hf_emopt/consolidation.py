@@ -20,9 +20,9 @@ from hf_emopt.distributed.layout import Partition, Storage, chunk_boxes, storage
 from hf_emopt.distributed.plan import Bucket, Segment
 from hf_emopt.engine import Engine, compute_device, part_of
 from hf_emopt.rules.base import Group
-from hf_emopt.rules.elementwise import init_adamw_state
-from hf_emopt.rules.masters import init_weight_state
+from hf_emopt.rules.moments import is_scale
 from hf_emopt.state import is_count, is_shaped
+from hf_emopt.stored import elementwise_state, laid_out, shape_of_entry, unit_state
 
 __all__ = ["as_parameter", "fresh", "gathered", "keep_owned", "materialize", "sharded_unit_state", "whole_unit_state"]
 
@@ -63,16 +63,19 @@ def materialize(engine: Engine) -> None:
 def _expected(engine: Engine, bucket: Bucket, i: int) -> State:
     """The whole state of a parameter as the rule starts it, without memory."""
     param, group = engine.parameter(bucket, i), engine.groups[bucket.group]
-    meta = torch.empty_like(param, device="meta")
-    return _start(engine, bucket, i, meta, torch.empty(0, dtype=param.dtype, device="meta"), group)
+    return _start(engine, bucket, i, _meta(param), torch.empty(0, dtype=param.dtype, device="meta"), group)
+
+
+def _meta(param: Tensor) -> Tensor:
+    """A tensor of the whole parameter's shape, without memory."""
+    return torch.empty(param.shape, dtype=param.dtype, device="meta")
 
 
 def _start(engine: Engine, bucket: Bucket, i: int, like: Tensor, unit_like: Tensor, group: Group) -> State:
-    result = dict(engine.rule.init_state(like, group) if group["kind"] == "matrix" else init_adamw_state(like))
-    result |= init_weight_state(like, group["low_precision_weights"])
+    result = elementwise_state(engine.rule, group, like, like.shape)
     if group["kind"] == "matrix":
         for u, unit in enumerate(bucket.parameters[i].units):
-            state = engine.rule.init_unit_state(unit.shape, group, unit_like)
+            state = unit_state(engine.rule, group, unit.shape, unit_like)
             result |= {f"{name}.{u}": value for name, value in state.items()}
     return result
 
@@ -120,9 +123,7 @@ def gathered(engine: Engine, keep: bool = True) -> dict[str, State]:
 def _whole_shaped(engine: Engine, bucket: Bucket, i: int, keep: bool) -> State:
     """Elementwise state of a parameter, from the parts that owners have."""
     param, group = engine.parameter(bucket, i), engine.groups[bucket.group]
-    meta = torch.empty_like(param, device="meta")
-    expected = dict(engine.rule.init_state(meta, group) if group["kind"] == "matrix" else init_adamw_state(meta))
-    expected |= init_weight_state(meta, group["low_precision_weights"])
+    expected = elementwise_state(engine.rule, group, _meta(param), param.shape)
     state = engine.state[param]
     mine = engine.owned_of(bucket, i) or []
     result: State = {}
@@ -130,7 +131,8 @@ def _whole_shaped(engine: Engine, bucket: Bucket, i: int, keep: bool) -> State:
         whole = torch.empty(like.shape, dtype=like.dtype, device=param.device)
         offset = 0
         for segment in (s for s in bucket.segments if s.parameter == i):
-            where = tuple(slice(a, b) for a, b in segment.box)
+            box = segment.box[:1] if is_scale(key) else segment.box
+            where = tuple(slice(a, b) for a, b in box)
             part = None
             if segment in mine:
                 part = (
@@ -139,7 +141,8 @@ def _whole_shaped(engine: Engine, bucket: Bucket, i: int, keep: bool) -> State:
                     else state[key]
                 )
                 offset += segment.shape[segment.dim] if segment.shape else 0
-            whole[where] = _from_owner(engine, bucket, segment, part, segment.shape, like.dtype, param.device)
+            shape = whole[where].shape
+            whole[where] = _from_owner(engine, bucket, segment, part, shape, like.dtype, param.device)
         if keep:
             result[key] = whole.cpu()
     return result
@@ -200,7 +203,7 @@ def _spread(whole: Tensor, like: DTensor) -> Tensor:
 
 def _unit_like(engine: Engine, shape: tuple[int, int, int], group: Group, param: Tensor) -> dict[str, Tensor]:
     """Unit state of a shape without its memory. What rules keep on the host comes out on the host."""
-    return engine.rule.init_unit_state(shape, group, torch.empty(0, dtype=param.dtype, device="meta"))
+    return unit_state(engine.rule, group, shape, torch.empty(0, dtype=param.dtype, device="meta"))
 
 
 def _unit_place(
@@ -256,11 +259,12 @@ def keep_owned(engine: Engine, whole: dict[str, State]) -> None:
                 continue
             storage = storage_of(param, engine.grids[name])
             engine.state[param] = {
-                key: as_parameter(value, param, storage)
+                key: as_parameter(value, param, storage, key, engine.home_device(param, key))
                 if is_shaped(key)
                 else value.detach().to("cpu" if key == "rounds" else param.device, copy=True)
                 for key, value in sorted(whole[name].items())
             }
+    engine.bring_home()
 
 
 def _own(engine: Engine, bucket: Bucket, i: int, whole: State, param: Tensor) -> State:
@@ -273,10 +277,13 @@ def _own(engine: Engine, bucket: Bucket, i: int, whole: State, param: Tensor) ->
     for key in sorted(whole):  # sorted: a DTensor's whole is a collective
         value = whole[key]
         if is_shaped(key):
-            part = value if held is None else part_of(_full(value), held)
+            part = value if held is None else part_of(_full(value), held, key)
+            where = engine.home_device(param, key)
             if part is not None:
                 kept[key] = (
-                    as_parameter(part, param, parameter.storage) if held is None else part.to(param.device, copy=True)
+                    as_parameter(part, param, parameter.storage, key, where)
+                    if held is None
+                    else part.to(where, copy=True)
                 )
         elif "." not in key:
             kept[key] = value.detach().to("cpu" if key == "rounds" else param.device, copy=True)
@@ -290,7 +297,8 @@ def _own(engine: Engine, bucket: Bucket, i: int, whole: State, param: Tensor) ->
                     continue
                 like = _unit_like(engine, segment.units[place].shape, group, param)[name]
                 parts.append(value[_unit_place(bucket, segment, place, value.shape, like.shape)])
-                device = torch.device("cpu") if like.device.type == "cpu" else compute_device(param)
+                on_host = like.device.type == "cpu" or engine.offload is not None
+                device = torch.device("cpu") if on_host else compute_device(param)
             if parts:
                 kept[key] = torch.cat(parts).to(device, copy=True)
     return kept
@@ -300,33 +308,37 @@ def _full(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def as_parameter(value: Tensor, param: Tensor, storage: Storage) -> Tensor:
-    """Elementwise state laid out as its parameter is, from a whole tensor or from one that is laid out already."""
+def as_parameter(
+    value: Tensor, param: Tensor, storage: Storage, key: str = "", device: torch.device | None = None
+) -> Tensor:
+    """Elementwise state laid out as its parameter is, from a whole tensor or from one that is laid out already.
+
+    Args:
+        key: of the entry.
+        device: where it is to lie; ``None`` for where the parameter does.
+    """
+    device = param.device if device is None else device
     if isinstance(param, Partition):
         start, stop = param.span
-        return _full(value).detach().reshape(-1)[start:stop].to(param.device, copy=True)
+        return _full(value).detach().reshape(-1)[start:stop].to(device, copy=True)
     if not isinstance(param, DTensor):
-        return _full(value).detach().to(param.device, copy=True)
+        return _full(value).detach().to(device, copy=True)
     if isinstance(value, DTensor):
         if value.device_mesh == param.device_mesh and tuple(value.placements) == tuple(param.placements):
             local = value.to_local()
         else:
-            local = _cut(value.full_tensor(), storage, param)
+            local = _cut(value.full_tensor(), storage, param, key)
     else:
-        local = _cut(value, storage, param)
-    return DTensor.from_local(
-        local.detach().to(param.device, copy=True),
-        param.device_mesh,
-        param.placements,
-        run_check=False,
-        shape=param.shape,
-        stride=param.stride(),
-    )
+        local = _cut(value, storage, param, key)
+    return laid_out(local.detach().to(device, copy=True), param, shape_of_entry(key, param.shape))
 
 
-def _cut(whole: Tensor, storage: Storage, param: DTensor) -> Tensor:
+def _cut(whole: Tensor, storage: Storage, param: DTensor, key: str) -> Tensor:
     shard = 0
     if storage.shards > 1:
         rank = dist.get_rank()
         (shard,) = {row.index(rank) for row in storage.ranks if rank in row}
+    if is_scale(key):  # a row for each of the parameter's, which is cut by rows
+        rows = [whole[slice(*box[0])] for box, _ in storage.held(shard)]
+        return torch.cat(rows) if rows else whole[:0]
     return storage.local_part(whole, shard)

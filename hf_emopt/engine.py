@@ -22,18 +22,20 @@ from hf_emopt.distributed.layout import (
     grid_of,
     group_of,
     is_sharded,
+    local_tensor,
     open_groups,
     single_grid,
+    whole_shape,
 )
 from hf_emopt.distributed.plan import Batch, Bucket, Plan, PlannedParameter, Segment, make_plan
 from hf_emopt.distributed.slots import Matrix, assign_slots
 from hf_emopt.hosted import Fetched, InPlace
-from hf_emopt.offload import Channel, channel_to, home_of
+from hf_emopt.offload import Channel, StateOffload, channel_to, home_of
 from hf_emopt.passes import Part
-from hf_emopt.rules.base import Group, MatrixRule
-from hf_emopt.rules.elementwise import init_adamw_state
-from hf_emopt.rules.masters import init_weight_state
+from hf_emopt.rules.base import Group, MatrixRule, state_dtype
+from hf_emopt.rules.moments import is_scale
 from hf_emopt.state import is_shaped
+from hf_emopt.stored import Lender, elementwise_state, laid_out, shape_of_entry, unit_state
 
 __all__ = ["Engine", "build_grids", "compute_device", "is_offloaded", "part_of"]
 
@@ -55,6 +57,7 @@ class Engine:
         grids: the ranks of every parameter, by name.
         transport_dtype: of the wire by name, or ``None``: bfloat16 on accelerators, float32 on the CPU.
         forward_order: see :func:`~hf_emopt.distributed.plan.make_plan`.
+        offloads: whether state lies on the host between steps.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class Engine:
         grids: dict[str, Grid],
         transport_dtype: str | None,
         forward_order: bool = False,
+        offloads: bool = False,
     ) -> None:
         self.rule, self.groups, self.state, self.grids = rule, groups, state, grids
         # As planned: wrappers put other parameters into groups, and state is found under those it was made for.
@@ -90,6 +94,9 @@ class Engine:
         self._follow_periods()
         self._rows: dict[tuple[Any, ...], Tensor] = {}
         self.shared_aux = frozenset(p.name for bucket in self.aux_plan.buckets for p in bucket.parameters)
+        self.offload = StateOffload() if offloads else None
+        self.lender = Lender(self.offload)
+        self.bring_home()
         self._prepared = False
 
     # ------------------------------------------------------------------ ranks
@@ -208,8 +215,18 @@ class Engine:
         """Noise for stochastic rounding: a function of the step, so that replicas agree and a resumed run repeats it."""
         if group["low_precision_weights"] != "stochastic":
             return None
-        seed = group["rounding_seed"] * 65_537 + 257 * shard + index
-        return torch.Generator(device).manual_seed(seed)
+        return torch.Generator(device).manual_seed(_seed(index, group, shard))
+
+    def noise(
+        self, index: int, group: Group, device: torch.device, shard: int = 0, piece: int = 0
+    ) -> Callable[[], torch.Generator]:
+        """As :meth:`generator`, for the rounding of moments, whose noise is none of the weights'.
+
+        Args:
+            piece: of state of the same bucket or group.
+        """
+        seed = _seed(index, group, shard) + ((1 + piece) << 40)
+        return lambda: torch.Generator(device).manual_seed(seed)
 
     # ------------------------------------------------------------------ buckets
 
@@ -276,7 +293,9 @@ class Engine:
         return Fetched(self._channels[device], parts, keys)
 
     def finish_copies(self) -> None:
-        """Waits until all that was fetched, and changed, is back on the host."""
+        """Waits until all that was fetched, and changed, is back on the host; offloaded state may still be on its way."""
+        if self.offload is not None:
+            self.offload.finish()
         for channel in self._channels.values():
             channel.synchronize()
 
@@ -292,14 +311,26 @@ class Engine:
         if "step" in state:
             return state
         state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
-        like = param if owned is None else part_of(param, owned)
+        like = local_tensor(param) if owned is None else part_of(param, owned)
         if like is None:
             return state
-        fresh = self.rule.init_state(like, group) if group["kind"] == "matrix" else init_adamw_state(like)
-        fresh |= init_weight_state(like, group["low_precision_weights"])
-        for key, value in fresh.items():
-            state.setdefault(key, value)
+        for key, value in elementwise_state(self.rule, group, like, whole_shape(param)).items():
+            if key not in state:
+                whole = shape_of_entry(key, param.shape)
+                state[key] = self.lender.home(key, laid_out(value, param, whole), param.device)
         return state
+
+    def bring_home(self) -> None:
+        """Puts all state where it lies between steps; for state that came from elsewhere."""
+        if self.offload is None:
+            return
+        for param, state in self.state.items():
+            for key, value in state.items():
+                state[key] = self.lender.home(key, value, compute_device(param) if "." in key else param.device)
+
+    def home_device(self, param: Tensor, key: str) -> torch.device:
+        """Where an entry of a parameter's elementwise state lies between steps."""
+        return param.device if self.offload is None or key == "step" else torch.device("cpu")
 
     def state_of(self, bucket: Bucket, i: int) -> State:
         """State of the ``i``-th parameter of a bucket."""
@@ -344,9 +375,11 @@ class Engine:
             param = self.parameter(bucket, i)
             known = self.state.get(param, {})
             like = torch.empty(0, dtype=param.dtype, device=compute_device(param))
-            for name, value in self.rule.init_unit_state((size, *batch.shape), group, like).items():
-                parts[name].append(known.get(f"{name}.{u}", value).to(value.device))
-        storage = {name: torch.cat(values) for name, values in parts.items()}
+            for name, value in unit_state(self.rule, group, (size, *batch.shape), like).items():
+                there = value if self.offload is None else self.lender.home(name, value, value.device)
+                parts[name].append(known.get(f"{name}.{u}", there).to(there.device))
+        device = compute_device(self.parameter(bucket, runs[0][0]))
+        storage = {name: self.lender.home(name, torch.cat(values), device) for name, values in parts.items()}
         for name, value in storage.items():
             for view, (i, u, _) in zip(value.split([size for _, _, size in runs]), runs):
                 self.state[self.parameter(bucket, i)][f"{name}.{u}"] = view
@@ -365,7 +398,19 @@ class Engine:
     def settle(self) -> None:
         """Finishes what a rule computes in the background, so that ``state`` says all there is to say."""
         for key, storage in self.unit_states.items():
-            self.rule.settle(key, storage)
+            if not self.rule.in_flight(key):
+                continue
+            index, b = key
+            bucket = self.plan.buckets[index]
+            segment = bucket.owned(self.grid_of_bucket(bucket).position)[self.batches(index, bucket)[b].jobs[0][0]]
+            param = self.parameter(bucket, segment.parameter)
+            device = compute_device(param)
+            args = (device, lambda _: True, state_dtype(param), self.groups[bucket.group])
+            with self.lender.lent(("settled", key), [storage], *args) as lent:
+                self.rule.settle(key, lent[0])
+        if self.offload is not None:
+            self.offload.finish()
+            self.offload.synchronize()
 
     @property
     def has_owned_state(self) -> bool:
@@ -415,10 +460,21 @@ class Engine:
             self._slots, self._slots_for = self._assign_slots(), periods
 
 
-def part_of(tensor: Tensor, owned: Sequence[Segment]) -> Tensor | None:
-    """The owned segments of a tensor as one, in order, or ``None`` when there are none."""
+def _seed(index: int, group: Group, shard: int) -> int:
+    return int(group.get("rounding_seed", 0) * 65_537 + 257 * shard + index)
+
+
+def part_of(tensor: Tensor, owned: Sequence[Segment], key: str = "") -> Tensor | None:
+    """The owned segments of a tensor as one, in order, or ``None`` when there are none.
+
+    Args:
+        key: of the state entry that the tensor is, if it is one. Scales have a row for each of the parameter's, and
+            segments of parameters that have scales are rows.
+    """
     if not owned:
         return None
+    if is_scale(key):
+        return torch.cat([tensor[slice(*segment.box[0])] for segment in owned])
     if owned[0].shape == tuple(tensor.shape):
         return tensor
     parts = [tensor[tuple(slice(a, b) for a, b in s.box)] for s in owned]

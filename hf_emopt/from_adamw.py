@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from hf_emopt.distributed.layout import whole_shape
 from hf_emopt.rules.base import Group, state_dtype
 from hf_emopt.rules.masters import init_weight_state
+from hf_emopt.rules.moments import converted
 from hf_emopt.state import live_names
 
 if TYPE_CHECKING:
@@ -81,11 +82,11 @@ def _moments(entry: dict[str, Any], param: Tensor, group: Group) -> dict[str, An
     step = entry["step"]
     step = step.detach().float() if torch.is_tensor(step) else torch.tensor(float(step))
     wide = state_dtype(param)
+    moments = {"exp_avg": entry["exp_avg"].to(wide), "exp_avg_sq": entry["exp_avg_sq"].to(wide)}
     return {
         **init_weight_state(param, group["low_precision_weights"]),
         "step": step,
-        "exp_avg": entry["exp_avg"].to(wide),
-        "exp_avg_sq": entry["exp_avg_sq"].to(wide),
+        **converted(moments, group["state_dtype"], whole_shape(param), wide),
     }
 
 

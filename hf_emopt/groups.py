@@ -28,7 +28,9 @@ from hf_emopt.rules.base import Group, MatrixRule
 
 __all__ = ["STRUCTURAL_KEYS", "GroupBuilder", "adapter_at", "check_lora_options", "pack_units", "unpack_units"]
 
-STRUCTURAL_KEYS = ("params", "param_names", "kind", "name", "units", "adapters", "lora", "tensor_parallel")
+STRUCTURAL_KEYS = (
+    "params", "param_names", "kind", "name", "units", "adapters", "lora", "tensor_parallel", "state_dtype",
+)  # fmt: skip
 """Group keys that describe the live model and how it is laid out; a loaded checkpoint never overrides them."""
 
 ParamsArgument = nn.Module | Iterable[Any]

@@ -40,8 +40,10 @@ from hf_emopt.routing.unit import Unit
 from hf_emopt.rules.base import Group, MatrixRule
 from hf_emopt.rules.elementwise import validate_adamw
 from hf_emopt.rules.masters import LOW_PRECISION_WEIGHTS
+from hf_emopt.rules.moments import STATE_DTYPES, require_library
 from hf_emopt.state import STATE_VERSION
 from hf_emopt.stepping import Task, pipeline, step_aux_bucket, step_bucket, step_own_aux
+from hf_emopt.stored import OffloadState, check_state_options
 
 __all__ = ["MatrixOptimizer"]
 
@@ -70,8 +72,10 @@ class MatrixOptimizer(torch.optim.Optimizer):
             process trains a model of its own. Sharded parameters know their ranks.
         tensor_parallel_modules: modes of tensor parallelism for single parameters, ``"pattern:mode"`` with ``;`` between,
             or a mapping; the others have their group's ``"tensor_parallel"``.
+        offload_state: ``"cpu"`` keeps all state in host memory between steps; see :mod:`hf_emopt.offload`.
 
     Raises:
+        ImportError: when a group's ``state_dtype`` needs a library that is not there.
         ValueError: when a hyperparameter is out of range, nothing is left to train, or no parameter is a matrix.
     """
 
@@ -97,6 +101,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         lora_lr_ratio: float = 1.0,
         lora: LoraMode = "separate",
         lora_defaults: Callable[[int], Group] | None = None,
+        offload_state: OffloadState | None = None,
     ) -> None:
         check_lora_options(rule, lora, lora_lr_ratio)
         self.rule = rule
@@ -106,6 +111,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self.transport_dtype = _transport(transport_dtype)
         self.overlap_param_gather = overlap_param_gather
         self.process_group = process_group
+        self.offload_state = offload_state
+        if offload_state not in (None, "cpu"):
+            raise ValueError(f"offload_state={offload_state!r} must be 'cpu', or None for state beside the parameters")
         if overlap_param_gather and not isinstance(params, nn.Module):
             raise ValueError("overlap_param_gather=True puts hooks on the model: pass the model as params")
         self._model = weakref.ref(params) if isinstance(params, nn.Module) else None
@@ -203,6 +211,13 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 raise ValueError(
                     f"two parameters are named {name!r}; names identify state in checkpoints, so make them unique"
                 )
+        group["state_dtype"] = {"8bit": "int8", "bf16": "bfloat16", "fp32": "float32"}.get(
+            group["state_dtype"], group["state_dtype"]
+        )
+        if group["state_dtype"] not in STATE_DTYPES:
+            raise ValueError(f"state_dtype={group['state_dtype']!r} is not one of {', '.join(STATE_DTYPES)}")
+        if group["state_dtype"] == "int8" and any(param.device.type != "meta" for _, param in group["params"]):
+            require_library()
         if group["low_precision_weights"] not in LOW_PRECISION_WEIGHTS:
             raise ValueError(
                 f"low_precision_weights={group['low_precision_weights']!r} is not one of {', '.join(LOW_PRECISION_WEIGHTS)}"
@@ -292,6 +307,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._only_initialized = among is None and only_initializes(self, engine)
         if self._only_initialized:
             return
+        if engine.offload is not None:
+            engine.offload.begin()
         agreement = engine.begin(self._finite_flags(), among)
         model = self._model() if self._model is not None and among is None else None
         if model is not None and agreement.present != self._last_present:
@@ -344,7 +361,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     def _applied(self, group: Group) -> Group:
         """The group as this step sees it; a scheduler may change the learning rate before a delayed update is applied."""
-        if group["low_precision_weights"] == "stochastic":
+        if group["low_precision_weights"] == "stochastic" or group["state_dtype"] == "bfloat16":
             group["rounding_seed"] = group.get("rounding_seed", 0) + 1
         if not self._overlaps:
             return group
@@ -381,6 +398,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._check_overlap()
         whole = left_behind(self)
         grids = self._grids()
+        check_state_options(self.rule, self.param_groups, self.offload_state)
         engine = Engine(
             self.rule,
             self.param_groups,
@@ -390,6 +408,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
             grids,
             self.transport_dtype,
             self._overlaps,
+            self.offload_state is not None,
         )
         if whole is not None:
             keep_owned(engine, whole)

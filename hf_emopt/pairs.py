@@ -19,11 +19,12 @@ from hf_emopt.distributed.layout import is_sharded, local_tensor
 from hf_emopt.distributed.plan import Bucket, Segment
 from hf_emopt.engine import Engine, compute_device
 from hf_emopt.groups import adapter_at
+from hf_emopt.parts import Workplace
 from hf_emopt.passes import Passes
 from hf_emopt.routing.adapters import Adapter
 from hf_emopt.rules.base import Group, state_dtype
 from hf_emopt.rules.pairs import Factor
-from hf_emopt.stepping import Task, bucket_exchange, bucket_parts, conclude
+from hf_emopt.stepping import Task, bucket_exchange, conclude
 
 __all__ = ["step_pair_bucket"]
 
@@ -57,14 +58,16 @@ def step_pair_bucket(engine: Engine, index: int, bucket: Bucket, present: Sequen
     chosen = set(present)
     owned = [s for s in bucket.owned(engine.grid_of_bucket(bucket).position) if s.parameter in chosen]
     device = compute_device(params[0])
-    fetched = engine.fetch(params, bucket_parts(engine, bucket, present, owned))
-    if fetched.early:
+    place = Workplace(engine, index, bucket, present, owned)
+    if place.early:
         yield
-    parts = fetched.wait()
+    place.wait()
     ok = engine.ok_on(device)
-    passes = Passes(engine.rule, parts, _halved_decay(group), ok)
     exchange = bucket_exchange(engine, index, bucket, present)
-    messages = passes.messages()
+    with place.lent_moments(group, ok) as lent:
+        parts = place.parts(lent)
+        passes = Passes(engine.rule, parts, _halved_decay(group), ok)
+        messages = [m for m in place.apart(passes.messages(), lent) if m is not None]
     if exchange is not None and exchange.travels:  # sharded
         whole = engine.exchange(index, bucket, present, exact=True)
         arrivals = exchange.send(messages), whole.send([part.weight for part in parts])
@@ -87,8 +90,8 @@ def step_pair_bucket(engine: Engine, index: int, bucket: Bucket, present: Sequen
     updates = _updates(engine, index, bucket, owned, messages, weights, group)
     engine.count_step(states, engine.ok_on(states[0]["step"].device))
     everyone = list(range(len(present)))
-    yield from conclude(engine, index, bucket, present, passes, owned, updates, [1.0] * len(owned), everyone)
-    fetched.store()
+    yield from conclude(engine, index, bucket, present, passes, owned, updates, [1.0] * len(owned), everyone, place)
+    place.store()
 
 
 def _halved_decay(group: Group) -> Group:
@@ -134,12 +137,19 @@ def _updates(
             key = (adapter.side, owned[k].units[0].shape[1:], owned[other].units[0].shape[1:])
             alike[key].append(_Job(other, k, adapter))
     updates: list[Tensor] = [torch.empty(0)] * len(owned)
+    if not owned:
+        return updates
     present = [s.parameter for s in owned]
-    for kind, jobs in alike.items():
-        like = messages[jobs[0].starting]
-        # Kept, since to bring numbers to a device makes the host wait for it.
-        scaling = engine.kept(f"scaling {kind}", index, present, partial(_scalings, jobs, owned, like))
-        _update_batch(engine, bucket, owned, messages, weights, group, jobs, scaling, updates)
+    kept = {s.parameter: _unit_state(engine, bucket, s) for s in owned}
+    ok, noise = engine.ok_on(messages[0].device), engine.noise(index, group, messages[0].device, 0, 1)
+    args = (list(kept.values()), messages[0].device, lambda name: True, state_dtype(messages[0]), group, ok, noise)
+    with engine.lender.lent(("pairs", index), *args) as lent:
+        states = dict(zip(kept, lent))
+        for kind, jobs in alike.items():
+            like = messages[jobs[0].starting]
+            # Kept, since to bring numbers to a device makes the host wait for it.
+            scaling = engine.kept(f"scaling {kind}", index, present, partial(_scalings, jobs, owned, like))
+            _update_batch(engine, states, owned, messages, weights, group, jobs, scaling, updates)
     return updates
 
 
@@ -152,7 +162,7 @@ def _scalings(jobs: Sequence[_Job], owned: Sequence[Segment], like: Tensor) -> T
 
 def _update_batch(
     engine: Engine,
-    bucket: Bucket,
+    states: dict[int, State],
     owned: Sequence[Segment],
     messages: Sequence[Tensor],
     weights: Sequence[Tensor],
@@ -167,7 +177,7 @@ def _update_batch(
     factors: list[Factor] = []
     views: list[tuple[State, list[State]]] = []
     for places in sides:
-        own = [_unit_state(engine, bucket, owned[k]) for k in places]
+        own = [states[owned[k].parameter] for k in places]
         state = {name: torch.cat([s[name] for s in own]) for name in own[0]}
         views.append((state, own))
         weight, message = (torch.cat([owned[k].units[0].extract(t[k]) for k in places]) for t in (weights, messages))

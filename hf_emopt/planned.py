@@ -59,7 +59,9 @@ def planned_matrices(
             storage = storage_of(param, grids[name]) if grids else Storage.whole(param.shape)
             shard_cost = None
             together = grids is None or takes_all_ranks(grids[name])  # a team's group is made by all ranks
-            if together and rule.can_shard(group) and _is_one_matrix(units, storage.shape):
+            # A slice by columns has no whole rows, for which 8-bit state has scales.
+            sliceable = group["state_dtype"] != "int8" or is_sharded(param) or param.shape[0] >= param.shape[-1]
+            if together and sliceable and rule.can_shard(group) and _is_one_matrix(units, storage.shape):
                 shard_cost = partial(_shard_cost, rule, units[0].shape[1:], group)
             tag = f"{param.dtype} {param.device}"
             pair, scale = "", 1.0

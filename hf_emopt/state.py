@@ -13,8 +13,9 @@ from torch import Tensor
 from hf_emopt.distributed.layout import whole_numel, whole_shape
 from hf_emopt.groups import STRUCTURAL_KEYS, unpack_units
 from hf_emopt.routing.unit import Unit
-from hf_emopt.rules.base import Group
-from hf_emopt.rules.elementwise import init_adamw_state
+from hf_emopt.rules.base import Group, state_dtype
+from hf_emopt.rules.moments import converted
+from hf_emopt.stored import elementwise_state, is_weight_state, unit_state
 
 if TYPE_CHECKING:
     from hf_emopt.matrix_optimizer import MatrixOptimizer
@@ -103,7 +104,9 @@ def matched(optimizer: MatrixOptimizer, state_dict: dict[str, Any]) -> tuple[dic
             )
         positions = {name: position for position, name in enumerate(group["param_names"])}
         for name, index in zip(names, saved["params"]):
-            entry = state.get(index, {})
+            entry = converted(
+                state.get(index, {}), group["state_dtype"], whole_shape(live[name]), state_dtype(live[name])
+            )
             _check_shapes(name, live[name], entry)
             units = parts.get(name) or (unpack_units(group["units"][positions[name]]) if "units" in group else ())
             _check_kinds(optimizer, name, live[name], entry, _merged(group, saved), units)
@@ -153,13 +156,11 @@ def _check_kinds(
     if whole_numel(param) == 0:
         return
     meta = torch.empty(whole_shape(param), dtype=param.dtype, device="meta")
-    wanted: dict[str, tuple[int, ...]] = {}
-    if group["kind"] == "aux":
-        wanted = {key: tuple(value.shape) for key, value in init_adamw_state(meta).items()}
-    else:
-        wanted = {key: tuple(value.shape) for key, value in optimizer.rule.init_state(meta, group).items()}
+    fresh = elementwise_state(optimizer.rule, group, meta, meta.shape)
+    wanted = {key: tuple(value.shape) for key, value in fresh.items() if not is_weight_state(key)}
+    if group["kind"] == "matrix":
         for index, unit in enumerate(units):
-            state = optimizer.rule.init_unit_state(unit.shape, group, meta)
+            state = unit_state(optimizer.rule, group, unit.shape, meta)
             wanted |= {f"{key}.{index}": tuple(value.shape) for key, value in state.items()}
     missing = sorted(set(wanted) - set(entry)) if "step" in entry else []
     wrong = sorted(k for k, shape in wanted.items() if torch.is_tensor(entry.get(k)) and entry[k].shape != shape)
@@ -202,9 +203,11 @@ def load_into(optimizer: MatrixOptimizer, by_name: dict[str, dict[str, Any]], sa
         for name, param in zip(group["param_names"], group["params"]):
             entry = by_name[name]
             if entry:
+                # What the host reads at every step stays on the host, and what is offloaded goes no further.
+                at_home = {key for key in entry if key != "step" and optimizer.offload_state is not None}
+                at_home |= {key for key in entry if key.startswith(("rounds", "pending"))}
                 state[param] = {
-                    # What the host reads at every step stays on the host.
-                    key: value.detach().to("cpu" if key.startswith(("rounds", "pending")) else param.device, copy=True)
+                    key: value.detach().to("cpu" if key in at_home else param.device, copy=True)
                     for key, value in entry.items()
                 }
     optimizer.__setstate__({"state": state, "param_groups": groups})

@@ -8,27 +8,27 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_emopt.distributed.exchange import Exchange
-from hf_emopt.distributed.layout import check_layout, is_sharded, local_gradient, local_tensor
+from hf_emopt.distributed.layout import check_layout, is_sharded, local_tensor
 from hf_emopt.distributed.plan import MAX_BUCKET_NUMEL, Batch, Bucket, Segment
 from hf_emopt.engine import Engine, compute_device, is_offloaded
 from hf_emopt.linalg.runs import Runs, contiguous_run, runs_work
+from hf_emopt.parts import AUX_PIECES, Workplace, gradient, home_states, lent_states, owned_parts
 from hf_emopt.passes import Part, Passes
 from hf_emopt.routing.unit import Unit
-from hf_emopt.rules.base import Clock, Group, Shard
+from hf_emopt.rules.base import Clock, Group, Shard, state_dtype
 from hf_emopt.rules.elementwise import adamw_step, apply_updates
 from hf_emopt.rules.masters import needs_master
-from hf_emopt.state import is_shaped
 
 __all__ = [
     "Task",
     "bucket_exchange",
-    "bucket_parts",
     "conclude",
     "pipeline",
     "step_aux_bucket",
@@ -79,37 +79,42 @@ def step_bucket(engine: Engine, index: int, bucket: Bucket, present: Sequence[in
     owned, row = roster.owned, roster.row
     rounds = [engine.next_round(state) for state in states] if engine.rule.scheduled else [1] * len(present)
     sharded = is_sharded(params[0])  # state lies as the parameter does, also where there is but one shard
-    fetched = engine.fetch(params, bucket_parts(engine, bucket, present, owned))
-    if fetched.early:
+    place = Workplace(engine, index, bucket, present, owned)
+    if place.early:
         yield
-    parts = fetched.wait()
+    place.wait()
     ok = engine.ok_on(compute_device(params[0]))
     exchange, homes = bucket_exchange(engine, index, bucket, present), None
     transform = _Transform(engine, index, bucket, roster, group, {i: rounds[k] for i, k in row.items()})
-    passes = Passes(engine.rule, parts, group, ok)
     if sharded and exchange is not None and exchange.travels:
-        arrival = passes.send(exchange)
+        with place.lent_moments(group, ok) as lent:
+            parts = place.parts(lent)
+            passes = Passes(engine.rule, parts, group, ok)
+            arrival = passes.send(exchange)
         yield
         targets = transform.make_room(params[0], exchange.dtype)
         exchange.receive(arrival, targets)
         stacked = transform.filled(targets)
     else:
-        shard = grid.shard if sharded else None
-        homes = engine.kept("homes", index, present, lambda: _homes(bucket, owned, row, shard, parts))
-        targets = transform.make_room(params[0]) if passes.possible(homes) else []
-        if targets and passes.momentum(homes, targets):
-            stacked = transform.filled(targets)
-        else:
-            messages = passes.messages()
-            if sharded:
-                messages = [messages[row[s.parameter]][_within(s, bucket, grid.shard)] for s in owned]
-            stacked = transform.stack(messages, params[0])
+        with place.lent_moments(group, ok) as lent:
+            parts = place.parts(lent)
+            passes = Passes(engine.rule, parts, group, ok)
+            shard = grid.shard if sharded else None
+            homes = engine.kept("homes", index, present, lambda: _homes(bucket, owned, row, shard, parts))
+            targets = transform.make_room(params[0]) if passes.possible(homes) else []
+            if targets and passes.momentum(homes, targets):
+                stacked = transform.filled(targets)
+            else:
+                messages = passes.messages()
+                if sharded:
+                    messages = [messages[row[s.parameter]][_within(s, bucket, grid.shard)] for s in owned]
+                stacked = place.apart(transform.stack(messages, params[0]), lent)
     updates = transform.run(stacked)
     engine.count_step(states, engine.ok_on(states[0]["step"].device))
     warmup = engine.rule.warmup_rounds(group)
     moving = [k for k in range(len(present)) if rounds[k] > warmup]
-    yield from conclude(engine, index, bucket, present, passes, owned, updates, transform.scales, moving, homes)
-    fetched.store()
+    yield from conclude(engine, index, bucket, present, passes, owned, updates, transform.scales, moving, place, homes)
+    place.store()
 
 
 def conclude(
@@ -122,6 +127,7 @@ def conclude(
     updates: list[Tensor],
     scales: Sequence[float],
     moving: Sequence[int],
+    place: Workplace,
     homes: Runs | None = None,
 ) -> Task:
     """The rest of a bucket's step: owners' updates back to where the weights lie, and onto them.
@@ -130,6 +136,7 @@ def conclude(
         passes: of what this rank accumulated.
         updates: of the owned segments, ``scales`` what each is still to be multiplied by.
         moving: places in ``present`` of what is stepped at all.
+        place: where the parts are.
         homes: where each owned segment lies in the parts, where all of them are in one launch's reach.
     """
     grid, group, ok, parts = engine.grid_of_bucket(bucket), passes.group, passes.ok, passes.parts
@@ -142,13 +149,15 @@ def conclude(
     if exchange is None:
         if not (everyone and passes.apply(homes, parts, updates, scales)):
             updates = _scaled(updates, scales)
-            _apply([parts[k] for k in moving], [updates[k] for k in moving], group, ok, generator)
+            with place.weighed(group, parts) as parts:
+                _apply([parts[k] for k in moving], [updates[k] for k in moving], group, ok, generator)
         return
     if not sharded and needs_master(params[0]):  # weights travel: what their dtype cannot hold stays with the owner
         awake = set(moving)
         applied = [k for k, s in enumerate(owned) if row[s.parameter] in awake]
         updates = _scaled(updates, scales)
-        _apply([parts[k] for k in applied], [updates[k] for k in applied], group, ok, generator)
+        with place.weighed(group, parts) as parts:
+            _apply([parts[k] for k in applied], [updates[k] for k in applied], group, ok, generator)
         yield from _gather([p.weight for p in parts], [local_tensor(p) for p in params], exchange)
         return
     arrival = exchange.give(updates, scales)
@@ -163,7 +172,8 @@ def conclude(
         return
     returned = [torch.empty(w.shape, dtype=exchange.dtype, device=w.device) for w in weights]
     exchange.take(arrival, returned)
-    _apply([whole[k] for k in moving], [returned[k] for k in moving], group, ok, generator)
+    with place.weighed(group, whole) as whole:
+        _apply([whole[k] for k in moving], [returned[k] for k in moving], group, ok, generator)
 
 
 def bucket_exchange(engine: Engine, index: int, bucket: Bucket, present: Sequence[int]) -> Exchange | None:
@@ -188,48 +198,6 @@ def _gather(mine: list[Tensor], everyone: list[Tensor], exchange: Exchange) -> T
     arrival = exchange.share(exchange.give(mine))
     yield
     exchange.take(arrival, everyone)
-
-
-def bucket_parts(engine: Engine, bucket: Bucket, present: Sequence[int], owned: Sequence[Segment]) -> list[Part]:
-    """What this rank accumulates: its shards of sharded parameters, its segments of those that it holds whole."""
-    sharded = is_sharded(engine.parameter(bucket, present[0]))
-    return _shards(engine, bucket, present) if sharded else _owned_parts(engine, bucket, owned)
-
-
-def _shards(engine: Engine, bucket: Bucket, present: Sequence[int]) -> list[Part]:
-    """This rank's shard of each parameter, or the whole where there is but one rank."""
-    parts = []
-    for i in present:
-        param = engine.parameter(bucket, i)
-        state = {key: local_tensor(value) for key, value in engine.state_of(bucket, i).items()}
-        parts.append(Part(local_tensor(param), _gradient(param), state))
-    return parts
-
-
-def _owned_parts(engine: Engine, bucket: Bucket, owned: Sequence[Segment]) -> list[Part]:
-    """The segments that this rank owns of parameters that it holds whole."""
-    parts = []
-    offsets: dict[int, int] = defaultdict(int)
-    for segment in owned:
-        param, state = engine.parameter(bucket, segment.parameter), engine.state_of(bucket, segment.parameter)
-        grad = _gradient(param)
-        if segment.shape == tuple(param.shape):
-            parts.append(Part(local_tensor(param), grad, state))
-            continue
-        where = tuple(slice(a, b) for a, b in segment.box)
-        start, length = offsets[segment.parameter], segment.shape[segment.dim]
-        offsets[segment.parameter] += length
-        mine = {key: value.narrow(segment.dim, start, length) for key, value in state.items() if is_shaped(key)}
-        # Each part counts for itself; only the first is the parameter's own count.
-        mine["step"] = state["step"] if start == 0 else state["step"].clone()
-        parts.append(Part(param[where], grad[where], mine))
-    return parts
-
-
-def _gradient(param: Tensor) -> Tensor:
-    """The local gradient; zeros where only other ranks have one (the step is then skipped, but must not hang)."""
-    grad = local_gradient(param)
-    return torch.zeros_like(local_tensor(param)) if grad is None else grad
 
 
 def _within(segment: Segment, bucket: Bucket, shard: int) -> tuple[slice, ...]:
@@ -368,18 +336,8 @@ class _Transform:
             if x is None:
                 continue
             jobs = self.roster.jobs[b]
-            unit_state = storage
-            if not whole:
-                self.engine.rule.settle(key, storage)
-                rows = self._rows(batch)
-                index = {name: self.engine.rows(rows, value.device) for name, value in storage.items()}
-                unit_state = {name: value[index[name]] for name, value in storage.items()}
-            out, scale = self._transform(x, unit_state, b, key if whole else None)
-            if runs_work(out.device):  # tall matrices may come out transposed, and the next pass reads along memory
-                out = out.contiguous()
-            if not whole:
-                for name, value in unit_state.items():
-                    storage[name][index[name]] = value
+            with self._lent(key, storage, x) as lent:
+                out, scale = self._transformed(x, lent, b, key, whole)
             for part, (k, unit, _) in zip(out.split([size for _, _, size in jobs]), jobs):
                 if self.roster.whole[b] or (_is_plain(unit) and len(self.owned[k].units) == 1):
                     updates[k], self.scales[k] = part.reshape(self.owned[k].shape), scale
@@ -390,6 +348,32 @@ class _Transform:
         for k, segment in enumerate(self.owned):
             self.scales[k] *= self.bucket.parameters[segment.parameter].scale
         return updates  # type: ignore[return-value]
+
+    def _lent(self, key: tuple[int, int], storage: State, x: Tensor) -> AbstractContextManager[list[State]]:
+        """State of a batch while it is transformed."""
+        noise = self.engine.noise(self.index, self.group, x.device, self.grid.shard, 1 + key[1])
+        ok, wide = self.engine.ok_on(x.device), torch.promote_types(x.dtype, torch.float32)
+        return self.engine.lender.lent(
+            ("units", key), [storage], x.device, lambda name: True, wide, self.group, ok, noise
+        )
+
+    def _transformed(
+        self, x: Tensor, lent: list[State], b: int, key: tuple[int, int], whole: bool
+    ) -> tuple[Tensor, float]:
+        """:meth:`_transform` with the state of the matrices that take part, all of a batch or some rows of it."""
+        storage = unit_state = lent[0]
+        if not whole:
+            self.engine.rule.settle(key, storage)
+            rows = self._rows(self.batches[b])
+            index = {name: self.engine.rows(rows, value.device) for name, value in storage.items()}
+            unit_state = {name: value[index[name]] for name, value in storage.items()}
+        out, scale = self._transform(x, unit_state, b, key if whole else None)
+        if runs_work(out.device):  # tall matrices may come out transposed, and the next pass reads along memory
+            out = out.contiguous()
+        if not whole:
+            for name, value in unit_state.items():
+                storage[name][index[name]] = value
+        return out, scale
 
     def _transform(self, x: Tensor, unit_state: State, b: int, key: tuple[int, int] | None) -> tuple[Tensor, float]:
         """The update of a batch, and what it is still to be multiplied by."""
@@ -450,10 +434,15 @@ def step_aux_bucket(engine: Engine, index: int, bucket: Bucket, present: Sequenc
     ok = engine.ok_on(params[0].device)
     mine = {s.parameter for s in owned}
     engine.count_step([engine.state_of(bucket, i) for i in present if i not in mine], ok)
-    parts = _owned_parts(engine, bucket, owned)
     generator = engine.generator(index, group, params[0].device, grid.position)
-    if parts:
-        adamw_step([p.weight for p in parts], [p.grad for p in parts], [p.state for p in parts], group, ok, generator)
+    noise = engine.noise(index, group, params[0].device, grid.position, AUX_PIECES)
+    home = home_states(engine, bucket, sorted(mine))
+    with lent_states(engine, ("aux", index), bucket, home, lambda key: True, group, ok, noise) as lent:
+        parts = owned_parts(engine, bucket, owned, lent)
+        if parts:
+            weights, grads = [p.weight for p in parts], [p.grad for p in parts]
+            adamw_step(weights, grads, [p.state for p in parts], group, ok, generator)
+        parts = [Part(p.weight, p.grad, {}) for p in parts]
     yield from _gather([p.weight for p in parts], params, engine.exchange(index, bucket, present, exact=True))
 
 
@@ -464,28 +453,33 @@ def step_own_aux(engine: Engine, group_index: int, group: Group, present: frozen
         if name in present and param.grad is not None:
             check_layout(name, param, ())
             alike[param.device, param.dtype].append(param)
-    tasks = []
+    copied = engine.offload is not None or group["state_dtype"] != "float32"
+    tasks: list[Task] = []
     for members in alike.values():
-        bounded = needs_master(members[0]) or is_offloaded(members[0])
+        bounded = copied or needs_master(members[0]) or is_offloaded(members[0])
         for params in _chunks(members, MAX_BUCKET_NUMEL) if bounded else [members]:
-            tasks.append(_step_own_parts(engine, group_index, group, params))
+            tasks.append(_step_own_parts(engine, group_index, group, params, len(tasks)))
     return tasks
 
 
-def _step_own_parts(engine: Engine, group_index: int, group: Group, params: list[Tensor]) -> Task:
+def _step_own_parts(engine: Engine, group_index: int, group: Group, params: list[Tensor], number: int) -> Task:
     device = compute_device(params[0])
     states = [{k: local_tensor(v) for k, v in engine.ready_state(p, group).items()} for p in params]
-    fetched = engine.fetch(params, [Part(local_tensor(p), _gradient(p), s) for p, s in zip(params, states)], ("step",))
+    fetched = engine.fetch(params, [Part(local_tensor(p), gradient(p), s) for p, s in zip(params, states)], ("step",))
     if fetched.early:
         yield
     parts = fetched.wait()
     weights, grads, states = [p.weight for p in parts], [p.grad for p in parts], [p.state for p in parts]
-    adamw_step(weights, grads, states, group, engine.ok_on(device), engine.generator(group_index, group, device))
+    ok, generator = engine.ok_on(device), engine.generator(group_index, group, device)
+    noise = engine.noise(group_index, group, device, 0, AUX_PIECES + 1 + number)
+    args = (device, lambda key: True, state_dtype(params[0]), group, ok, noise, fetched.early)
+    with engine.lender.lent(("own", group_index, number), states, *args) as lent:
+        adamw_step(weights, grads, lent, group, ok, generator)
     fetched.store()
 
 
 def _chunks(params: list[Tensor], limit: int) -> list[list[Tensor]]:
-    """Runs of parameters of bounded size, so that float32 copies of 16-bit weights never all exist at once."""
+    """Runs of parameters of bounded size, so that copies of 16-bit weights or of state never all exist at once."""
     chunks: list[list[Tensor]] = [[]]
     size = 0
     for param in params:

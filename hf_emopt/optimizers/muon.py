@@ -15,7 +15,9 @@ from hf_emopt.optimizers.options import aux_defaults, dtype_name
 from hf_emopt.routing.adapters import LoraMode
 from hf_emopt.rules.base import Group
 from hf_emopt.rules.masters import LowPrecisionWeights
+from hf_emopt.rules.moments import StateDtype
 from hf_emopt.rules.muon import AdjustLrFn, CompatName, LoraScale, MuonRule, NorMuonRule
+from hf_emopt.stored import OffloadState
 
 __all__ = ["Muon", "NorMuon"]
 
@@ -64,6 +66,10 @@ class Muon(MatrixOptimizer):
         aux_weight_decay: of the AdamW part; ``None`` is ``weight_decay``.
         low_precision_weights: how bfloat16 and float16 weights keep updates below their spacing: ``"split"`` (default,
             exactly float32 for bfloat16 at 2 bytes a weight), ``"master"``, ``"kahan"``, ``"stochastic"``, ``"none"``.
+        state_dtype: of momentum and of AdamW's moments as they are kept between steps: ``"float32"``, ``"bfloat16"``
+            (rounded stochastically) or ``"int8"`` (also ``"8bit"``: blockwise, by bitsandbytes). A loaded checkpoint is
+            converted to it.
+        offload_state: ``"cpu"`` keeps all state in page-locked host memory and brings it to the device bucket by bucket.
         muon_modules, aux_modules: regular expressions on dotted parameter names that override the routing.
         per_head: orthogonalize attention projections head by head.
         allow_no_matrices: accept a model without a single matrix.
@@ -118,6 +124,8 @@ class Muon(MatrixOptimizer):
         aux_eps: float = 1e-8,
         aux_weight_decay: float | None = None,
         low_precision_weights: LowPrecisionWeights = "split",
+        state_dtype: StateDtype = "float32",
+        offload_state: OffloadState | None = None,
         muon_modules: str | Sequence[str] | None = None,
         aux_modules: str | Sequence[str] | None = None,
         per_head: bool = False,
@@ -137,6 +145,7 @@ class Muon(MatrixOptimizer):
             momentum, nesterov, ns_coefficients, ns_steps, ns_dtype, adjust_lr_fn, eps, cautious_weight_decay, compat
         )
         matrix.update(lr=lr, weight_decay=weight_decay, low_precision_weights=low_precision_weights)
+        matrix["state_dtype"] = state_dtype
         matrix["tensor_parallel"] = tensor_parallel
         matrix.update(lora=lora, lora_scale=lora_scale, lora_max_change=lora_max_change)
         aux = aux_defaults(matrix, aux_lr, aux_betas, aux_eps, aux_weight_decay)
@@ -156,6 +165,7 @@ class Muon(MatrixOptimizer):
             tensor_parallel_modules=tensor_parallel_modules,
             lora=lora,
             lora_lr_ratio=lora_lr_ratio,
+            offload_state=offload_state,
         )
 
 
@@ -205,6 +215,8 @@ class NorMuon(MatrixOptimizer):
         aux_eps: float = 1e-8,
         aux_weight_decay: float | None = None,
         low_precision_weights: LowPrecisionWeights = "split",
+        state_dtype: StateDtype = "float32",
+        offload_state: OffloadState | None = None,
         muon_modules: str | Sequence[str] | None = None,
         aux_modules: str | Sequence[str] | None = None,
         per_head: bool = False,
@@ -224,6 +236,7 @@ class NorMuon(MatrixOptimizer):
             momentum, nesterov, ns_coefficients, ns_steps, ns_dtype, adjust_lr_fn, eps, cautious_weight_decay, None
         )
         matrix.update(lr=lr, weight_decay=weight_decay, low_precision_weights=low_precision_weights, beta2=beta2)
+        matrix["state_dtype"] = state_dtype
         matrix["tensor_parallel"] = tensor_parallel
         matrix.update(lora=lora, lora_scale=lora_scale, lora_max_change=lora_max_change)
         aux = aux_defaults(matrix, aux_lr, aux_betas, aux_eps, aux_weight_decay)
@@ -243,6 +256,7 @@ class NorMuon(MatrixOptimizer):
             tensor_parallel_modules=tensor_parallel_modules,
             lora=lora,
             lora_lr_ratio=lora_lr_ratio,
+            offload_state=offload_state,
         )
 
 

@@ -33,6 +33,7 @@ def aux_defaults(
         "betas": tuple(aux_betas),
         "eps": aux_eps,
         "low_precision_weights": matrix["low_precision_weights"],
+        "state_dtype": matrix["state_dtype"],
         "compat": matrix.get("compat"),
     }
 

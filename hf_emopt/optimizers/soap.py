@@ -18,7 +18,9 @@ from hf_emopt.rules.base import Group
 from hf_emopt.rules.factor_storage import FactorStorageName
 from hf_emopt.rules.kronecker import Oversize, Refresh
 from hf_emopt.rules.masters import LowPrecisionWeights
+from hf_emopt.rules.moments import StateDtype
 from hf_emopt.rules.soap import SoapRule
+from hf_emopt.stored import OffloadState
 
 __all__ = ["SOAP"]
 
@@ -60,7 +62,9 @@ class SOAP(MatrixOptimizer):
         compat: ``"paper"`` follows the reference implementation step by step; needs ``refresh="synchronous"``.
         aux_lr, aux_betas, aux_eps, aux_weight_decay: of the AdamW part; ``None`` takes the matrices' value.
         matrix_modules, aux_modules: regular expressions on dotted parameter names that override the routing.
-        low_precision_weights, per_head, allow_no_matrices, skip_nonfinite: as for :class:`Muon`.
+        state_dtype: of first and second moments, momentum and AdamW's moments as for :class:`Muon`; factors have
+            ``factor_storage``.
+        offload_state, low_precision_weights, per_head, allow_no_matrices, skip_nonfinite: as for :class:`Muon`.
         transport_dtype, overlap_param_gather, process_group: as for :class:`Muon`.
         tensor_parallel: ``"auto"`` and ``"layerwise"`` bring whole matrices to owners, with their factors; ``"blockwise"``
             gives each slice that tensor parallelism makes factors of its own: no bytes, but another update.
@@ -105,6 +109,8 @@ class SOAP(MatrixOptimizer):
         aux_eps: float = 1e-8,
         aux_weight_decay: float | None = None,
         low_precision_weights: LowPrecisionWeights = "split",
+        state_dtype: StateDtype = "float32",
+        offload_state: OffloadState | None = None,
         matrix_modules: str | Sequence[str] | None = None,
         aux_modules: str | Sequence[str] | None = None,
         per_head: bool = False,
@@ -143,6 +149,7 @@ class SOAP(MatrixOptimizer):
             "tolerated_failures": tolerated_failures,
             "compat": compat,
             "low_precision_weights": low_precision_weights,
+            "state_dtype": state_dtype,
         }
         super().__init__(
             params,
@@ -160,4 +167,5 @@ class SOAP(MatrixOptimizer):
             tensor_parallel_modules=tensor_parallel_modules,
             lora_lr_ratio=lora_lr_ratio,
             lora_defaults=partial(one_sided, max_preconditioner_dim) if lora_one_sided else None,
+            offload_state=offload_state,
         )

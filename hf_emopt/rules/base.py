@@ -203,6 +203,10 @@ class MatrixRule(ABC):
     def settle(self, key: tuple[int, int], storage: dict[str, Tensor]) -> None:  # noqa: B027 - most have none
         """Finishes work in the background for the batch ``key`` and writes it to the batch's unit state."""
 
+    def in_flight(self, key: tuple[int, int]) -> bool:
+        """Whether :meth:`settle` has something to wait for."""
+        return False
+
     @abstractmethod
     def cost(self, m: int, n: int, group: Group) -> int:
         """Floating-point operations of :meth:`transform` for one ``m x n`` matrix, averaged over steps."""

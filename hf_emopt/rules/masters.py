@@ -33,6 +33,7 @@ __all__ = [
     "init_weight_state",
     "load_weights",
     "needs_master",
+    "round_stochastically",
     "store_weights",
 ]
 
@@ -105,7 +106,7 @@ def _store(
     param: Tensor, weight: Tensor, state: dict[str, Tensor], policy: str, generator: torch.Generator | None
 ) -> None:
     if policy == "stochastic":
-        param.copy_(_round_stochastically(weight, param.dtype, generator))
+        param.copy_(round_stochastically(weight, param.dtype, generator))
         return
     param.copy_(weight)
     if policy == "master":
@@ -151,7 +152,15 @@ def _join(param: Tensor, low: Tensor) -> Tensor:
     return bits.view(torch.float32)
 
 
-def _round_stochastically(weight: Tensor, dtype: torch.dtype, generator: torch.Generator | None) -> Tensor:
+def round_stochastically(weight: Tensor, dtype: torch.dtype, generator: torch.Generator | None) -> Tensor:
+    """float32 to bfloat16, up or down with the probability that makes the expectation exact; what fits stays.
+
+    Args:
+        generator: source of the noise; ``None`` is torch's global one.
+
+    Raises:
+        ValueError: for another dtype than bfloat16.
+    """
     if dtype is not torch.bfloat16:
         raise ValueError(
             f"low_precision_weights='stochastic' rounds to bfloat16, not to {dtype}; use 'split' for float16 weights"

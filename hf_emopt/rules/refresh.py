@@ -272,6 +272,9 @@ class RefreshingRule(MatrixRule):
                 "next_skipped", torch.zeros_like(part.failed) if skipped is None else skipped.expand_as(part.failed)
             )
 
+    def in_flight(self, key: tuple[int, int]) -> bool:
+        return bool(self._flights.get(key))
+
     def settle(self, key: tuple[int, int], storage: dict[str, Tensor]) -> None:
         """Waits for what is being computed for a batch and writes it to the batch's state."""
         for flight in self._flights.pop(key, []):
