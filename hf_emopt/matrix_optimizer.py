@@ -43,7 +43,7 @@ from hf_emopt.rules.masters import LOW_PRECISION_WEIGHTS
 from hf_emopt.rules.moments import STATE_DTYPES, require_library
 from hf_emopt.state import STATE_VERSION
 from hf_emopt.stepping import Task, pipeline, step_aux_bucket, step_bucket, step_own_aux
-from hf_emopt.stored import OffloadState, check_state_options
+from hf_emopt.stored import OffloadState, check_state_options, describe_memory
 
 __all__ = ["MatrixOptimizer"]
 
@@ -255,13 +255,14 @@ class MatrixOptimizer(torch.optim.Optimizer):
         with self._as_built():
             rule_line = next((self.rule.describe(g) for g in self.param_groups if g["kind"] == "matrix"), "no matrices")
             groups = "\n".join("  " + describe_torch_group(g) for g in self.param_groups)
+            memory = describe_memory(self.rule, self.param_groups, self.offload_state)
             if self._engine is not None and self._planned_for == self._identity():
                 plan = self._engine.plan
             else:  # of its own: to plan anew in the middle of a run takes all ranks
                 plan = make_plan(self.planned_parameters(self._grids()))
         return "\n".join(
             part
-            for part in (str(self.routes), rule_line, "groups:", groups, str(plan), describe(self._choices))
+            for part in (str(self.routes), rule_line, "groups:", groups, memory, str(plan), describe(self._choices))
             if part
         )
 

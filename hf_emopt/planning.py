@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 
-import torch
-
 from hf_emopt.distributed.layout import Storage
 from hf_emopt.distributed.plan import make_plan
 from hf_emopt.groups import adapter_at, unpack_units
 from hf_emopt.matrix_optimizer import MatrixOptimizer
-from hf_emopt.rules.elementwise import init_adamw_state
 from hf_emopt.rules.factor_storage import FACTOR_STORAGE
-from hf_emopt.rules.masters import store_weights
+from hf_emopt.stored import state_bytes
 
 __all__ = ["StepEstimate", "estimate", "storage_choices"]
 
@@ -76,26 +73,18 @@ def estimate(optimizer: MatrixOptimizer, world_size: int = 1) -> StepEstimate:
         for position, param in enumerate(group["params"]):
             if param.numel() == 0:
                 continue
-            meta = torch.empty_like(param, device="meta")
-            reference += 2 * meta.nbytes + 4
-            state: dict[str, torch.Tensor] = {"step": torch.empty((), device="meta")}
-            store_weights([meta], [meta.float()], [state], group["low_precision_weights"])
+            reference += 2 * param.numel() * param.element_size() + 4
+            units = unpack_units(group["units"][position]) if group["kind"] == "matrix" else ()
+            size = state_bytes(optimizer.rule, group, param, [unit.shape for unit in units])
             if group["kind"] == "matrix":
-                if optimizer.rule.scheduled:
-                    state["rounds"] = torch.empty((), dtype=torch.int64, device="meta")
-                state |= optimizer.rule.init_state(meta, group)
-                for index, unit in enumerate(unpack_units(group["units"][position])):
-                    adapter = adapter_at(group, position)
-                    counts = adapter is None or not adapter.joint or adapter.side == "B"
-                    matrices += unit.shape[0] if counts else 0
-                    for key, value in optimizer.rule.init_unit_state(unit.shape, group, meta).items():
-                        state[f"{key}.{index}"] = value
-                matrix_bytes += sum(t.nbytes for t in state.values())
-                matrix_numel += meta.numel()
+                adapter = adapter_at(group, position)
+                if adapter is None or not adapter.joint or adapter.side == "B":  # a pair counts once
+                    matrices += sum(unit.shape[0] for unit in units)
+                matrix_bytes += size
+                matrix_numel += param.numel()
             else:
-                state |= init_adamw_state(meta)
-                aux_bytes += sum(t.nbytes for t in state.values())
-                aux_numel += meta.numel()
+                aux_bytes += size
+                aux_numel += param.numel()
     whole = optimizer.planned_parameters()
     plan = make_plan([replace(p, storage=Storage.whole(p.storage.shape, world_size)) for p in whole])
     return StepEstimate(

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from hf_emopt.distributed.layout import Partition, UnsupportedLayoutError, local_tensor
+from hf_emopt.groups import unpack_units
 from hf_emopt.offload import StateOffload, home_of
 from hf_emopt.rules.base import Group, MatrixRule
 from hf_emopt.rules.elementwise import init_adamw_state
@@ -26,6 +27,7 @@ __all__ = [
     "Lender",
     "OffloadState",
     "check_state_options",
+    "describe_memory",
     "elementwise_state",
     "is_weight_state",
     "laid_out",
@@ -102,6 +104,21 @@ def state_bytes(rule: MatrixRule, group: Group, param: Tensor, shapes: Sequence[
     if group["kind"] == "matrix" and rule.scheduled:
         total += 8  # rounds
     return total + sum(t.nbytes for shape in shapes for t in unit_state(rule, group, shape, meta).values())
+
+
+def describe_memory(rule: MatrixRule, groups: Sequence[Group], offload_state: str | None) -> str:
+    """One line on the bytes of all state, of all ranks together."""
+    total = numel = 0
+    kinds = sorted({str(group["state_dtype"]) for group in groups})
+    for group in groups:
+        for position, param in enumerate(group["params"]):
+            units = unpack_units(group["units"][position]) if group["kind"] == "matrix" else ()
+            if param.numel():
+                total += state_bytes(rule, group, param, [unit.shape for unit in units])
+                numel += param.numel()
+    where = "" if offload_state is None else f", on the host ({offload_state}) between steps"
+    each = f"{total / max(1, numel):.2f} bytes a parameter"
+    return f"state: {total:,} bytes ({each}), moments in {' and '.join(kinds)}{where}"
 
 
 def shape_of_entry(key: str, shape: Sequence[int]) -> tuple[int, ...]:

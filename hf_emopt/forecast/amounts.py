@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,8 +16,7 @@ from hf_emopt.distributed.plan import Bucket, Plan
 from hf_emopt.distributed.segments import Cut
 from hf_emopt.forecast.layouts import Placed
 from hf_emopt.matrix_optimizer import MatrixOptimizer
-from hf_emopt.rules.elementwise import init_adamw_state
-from hf_emopt.rules.masters import init_weight_state
+from hf_emopt.stored import elementwise_state, unit_state
 
 __all__ = ["Array", "BucketAmounts", "Kind", "Memory", "bucket_amounts", "memory", "spread"]
 
@@ -165,13 +163,13 @@ def memory(optimizer: MatrixOptimizer, placed: Placed, frozen_bytes: int = 0) ->
             param = group["params"][p.position]
             numel = count(p.storage, param.dtype)
             if sharded:
-                state = state + numel * _bytes_each(optimizer, param.dtype, bucket.group)
+                state = state + numel * _bytes_each(optimizer, param, bucket.group)
             state = state + 4 + (8 if optimizer.rule.scheduled else 0)
         for s in bucket.segments:
             param = group["params"][bucket.parameters[s.parameter].position]
             where = divmod(s.owner, bucket.storage.shards)
             if not sharded:
-                amounts[where] += s.numel * _bytes_each(optimizer, param.dtype, bucket.group)
+                amounts[where] += s.numel * _bytes_each(optimizer, param, bucket.group)
             amounts[where] += sum(_unit_bytes(optimizer, unit.shape, param.dtype, bucket.group) for unit in s.units)
         state = state + spread(bucket.storage, amounts, world)
     for bucket in placed.aux_plan.buckets:
@@ -181,27 +179,20 @@ def memory(optimizer: MatrixOptimizer, placed: Placed, frozen_bytes: int = 0) ->
             state = state + 4
         for s in bucket.segments:
             param = groups[bucket.group]["params"][bucket.parameters[s.parameter].position]
-            amounts[divmod(s.owner, bucket.storage.shards)] += s.numel * _bytes_each(
-                optimizer, param.dtype, bucket.group
-            )
+            amounts[divmod(s.owner, bucket.storage.shards)] += s.numel * _bytes_each(optimizer, param, bucket.group)
         state = state + spread(bucket.storage, amounts, world)
     for g, i, storage in placed.own:
         param = groups[g]["params"][i]
-        state = state + count(storage, param.dtype) * _bytes_each(optimizer, param.dtype, g) + 4
+        state = state + count(storage, param.dtype) * _bytes_each(optimizer, param, g) + 4
     shards = 1 if not sharded else placed.layout.shards if placed.layout.name == "hsdp" else world
     return Memory(weights + frozen_bytes / shards, weights.copy(), state, adamw)
 
 
-_SAMPLE = (16, 16)
-
-
-def _bytes_each(optimizer: MatrixOptimizer, dtype: torch.dtype, group_index: int) -> float:
+def _bytes_each(optimizer: MatrixOptimizer, param: torch.Tensor, group_index: int) -> float:
     """Of state that is shaped as the parameter, for each element."""
-    group = optimizer.param_groups[group_index]
-    like = torch.empty(_SAMPLE, dtype=dtype, device="meta")
-    state = optimizer.rule.init_state(like, group) if group["kind"] == "matrix" else init_adamw_state(like)
-    state |= init_weight_state(like, group["low_precision_weights"])
-    return sum(t.nbytes for t in state.values()) / math.prod(_SAMPLE)
+    group, like = optimizer.param_groups[group_index], torch.empty(param.shape, dtype=param.dtype, device="meta")
+    state = elementwise_state(optimizer.rule, group, like, like.shape)
+    return sum(t.nbytes for t in state.values()) / max(1, param.numel())
 
 
 _unit_sizes: dict[Any, int] = {}
@@ -213,7 +204,7 @@ def _unit_bytes(optimizer: MatrixOptimizer, shape: tuple[int, int, int], dtype: 
     key = (optimizer.rule.name, shape, dtype, plain)
     if key not in _unit_sizes:
         like = torch.empty(0, dtype=dtype, device="meta")
-        _unit_sizes[key] = sum(t.nbytes for t in optimizer.rule.init_unit_state(shape, group, like).values())
+        _unit_sizes[key] = sum(t.nbytes for t in unit_state(optimizer.rule, group, shape, like).values())
     return _unit_sizes[key]
 
 
