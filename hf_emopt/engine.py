@@ -225,7 +225,9 @@ class Engine:
         Args:
             piece: of state of the same bucket or group.
         """
-        seed = _seed(index, group, shard) + ((1 + piece) << 40)
+        seed = (
+            _seed(index, group, shard) * 1_000_003 + (1 + piece) * 7_919
+        ) % 2**31  # a CPU's generator takes no more bits
         return lambda: torch.Generator(device).manual_seed(seed)
 
     # ------------------------------------------------------------------ buckets

@@ -218,6 +218,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
             raise ValueError(f"state_dtype={group['state_dtype']!r} is not one of {', '.join(STATE_DTYPES)}")
         if group["state_dtype"] == "int8" and any(param.device.type != "meta" for _, param in group["params"]):
             require_library()
+        if group["low_precision_weights"] == "stochastic" or group["state_dtype"] == "bfloat16":
+            group.setdefault("rounding_seed", 0)  # from the start: torch.distributed.checkpoint knows live keys only
         if group["low_precision_weights"] not in LOW_PRECISION_WEIGHTS:
             raise ValueError(
                 f"low_precision_weights={group['low_precision_weights']!r} is not one of {', '.join(LOW_PRECISION_WEIGHTS)}"

@@ -213,7 +213,8 @@ class StateOffload:
 
     def finish(self) -> None:
         """At the end of a step: nothing stays on the device. Bytes may still be on their way to the host."""
-        self._followed_by[self._last] = None
+        if self._last is not None:
+            self._followed_by[self._last] = None
         self._clear()
 
     def synchronize(self) -> None:

@@ -279,12 +279,23 @@ def _encoded(value: Tensor, name: str) -> tuple[Tensor, Tensor]:
         return value.to(torch.uint8), value.new_empty(scale_size, dtype=torch.float32)
     value = value.float()
     rows, row, block = _in_blocks(value.sqrt() if _is_second(name) else value, lead)
-    codes, how = require_library().quantize_blockwise(
-        rows.contiguous(), code=_map(not _is_second(name), value.device), blocksize=block
-    )
+    codes, scales = _quantized(rows.contiguous(), _map(not _is_second(name), value.device), block)
     if _is_second(name):  # zero is the lowest code
         codes = torch.maximum(codes, (rows > 0).to(torch.uint8))
-    return codes[:, :row].reshape(value.shape), how.absmax.view(scale_size)
+    return codes[:, :row].reshape(value.shape), scales.view(scale_size)
+
+
+def _quantized(rows: Tensor, values: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """The nearest value of each element, relative to the largest of its block, and these largest."""
+    if rows.device.type != "cpu":
+        codes, how = require_library().quantize_blockwise(rows, code=values, blocksize=block)
+        return codes, how.absmax
+    # The library's CPU kernel looks up in a coarser table: zero comes back as 2e-5 of the largest, which Adam would step by.
+    blocks = rows.view(-1, block)
+    scales = blocks.abs().amax(1)
+    relative = blocks / scales.clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(1)
+    middles = (values[1:] + values[:-1]) / 2
+    return torch.bucketize(relative, middles, out_int32=True).to(torch.uint8).view(rows.shape), scales
 
 
 def _decoded(codes: Tensor, scale: Tensor, name: str) -> Tensor:

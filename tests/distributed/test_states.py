@@ -1,0 +1,148 @@
+"""Moments in fewer bits and state on the host, under every layout."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+from harness import World
+from test_parity import digest
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from zoo import RULES, assert_close, backward, build, distribute, local, matrices, single, steps_of, weights, wrap, zoo
+
+from hf_emopt.distributed.layout import UnsupportedLayoutError
+from hf_emopt.matrix_optimizer import MatrixOptimizer
+from hf_emopt.rules import moments
+
+LAYOUTS = ("ddp", "fsdp2", "hsdp")
+NO_LIBRARY = pytest.mark.skipif(
+    importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed"
+)
+
+
+def train(model: nn.Module, optimizer: MatrixOptimizer, steps: int) -> None:
+    """The last but one step leaves some parameters without a gradient."""
+    for step in range(steps):
+        backward(model, step)
+        for name, parameter in model.named_parameters():
+            if step == steps - 2 and name.endswith(("b.weight", "a.weight")):
+                parameter.grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.synchronize()
+
+
+def trained(rule: str, layout: str, steps: int, every_size: bool = False, **options: Any) -> dict[str, Any]:
+    """Weights, and how the state lies, after training; ``every_size``: small matrices have 8-bit state too."""
+    least = moments._MIN_NUMEL, moments._MIN_ROW
+    if every_size:
+        moments._MIN_NUMEL, moments._MIN_ROW = 1, 1
+    try:
+        dtype = options.pop("dtype", torch.float32)
+        model = zoo(dtype)
+        model = model if layout == "single" else wrap(model, layout)
+        optimizer = build(model, rule, **options)
+        train(model, optimizer, steps)
+        offload = optimizer._current_engine().offload
+        return {
+            "weights": weights(model),
+            "codes": sum(v.dtype is torch.uint8 for s in optimizer.state.values() for v in s.values()),
+            "offload": None if offload is None else vars(offload),
+        }
+    finally:
+        moments._MIN_NUMEL, moments._MIN_ROW = least
+
+
+@NO_LIBRARY
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("rule", ["muon", "normuon"])
+def test_eight_bits_are_those_of_one_process(two: World, rule: str, layout: str) -> None:
+    """Blocks lie inside rows, so that no layout cuts one."""
+    options = {"steps": 4, "every_size": True, "state_dtype": "int8"}
+    wanted = trained(rule, "single", **options)
+    for result in two.run(trained, rule=rule, layout=layout, **options):
+        assert result["codes"] > 4
+        assert_close(result["weights"], wanted["weights"], 1e-5)
+    exact = single(rule, 4)
+    assert any(not torch.equal(exact[name], value) for name, value in wanted["weights"].items())
+
+
+def copies(layout: str, state_dtype: str) -> tuple[int, str]:
+    """Coordinate of this rank's shard and a hash of its weights and moments after twenty steps."""
+    model = wrap(matrices([(64, 64), (80, 96), (33, 130)], torch.bfloat16), layout)
+    optimizer = build(model, "muon", state_dtype=state_dtype, low_precision_weights="stochastic")
+    for step in range(20):
+        backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    held = [local(p) for p in model.parameters()]
+    first = next(model.parameters())
+    shard = first.device_mesh.get_coordinate()[-1] if isinstance(first, DTensor) else 0
+    if isinstance(first, DTensor):  # state is copied with the shard; under DDP one rank alone has it
+        held += [local(v) for p in model.parameters() for _, v in sorted(optimizer.state[p].items()) if v.ndim]
+    return shard, digest(held)
+
+
+@pytest.mark.parametrize("layout", ["ddp", "hsdp"])
+@pytest.mark.parametrize("state_dtype", ["bfloat16", pytest.param("int8", marks=NO_LIBRARY)])
+def test_copies_stay_equal(two: World, layout: str, state_dtype: str) -> None:
+    results = two.run(copies, layout=layout, state_dtype=state_dtype)
+    by_shard: dict[int, set[str]] = {}
+    for shard, sha in results:
+        by_shard.setdefault(shard, set()).add(sha)
+    assert {len(hashes) for hashes in by_shard.values()} == {1}
+
+
+def offload_cases() -> list[Any]:
+    cases = [
+        (rule, layout, "float32") for index, rule in enumerate(RULES) for layout in (LAYOUTS * 3)[index : index + 2]
+    ]
+    return cases + [("muon", layout, "bfloat16") for layout in LAYOUTS] + [("soap-staggered", "fsdp2", "bfloat16")]
+
+
+def with_and_without(rule: str, layout: str, dtype: str, **options: Any) -> dict[str, Any]:
+    kind = getattr(torch, dtype)
+    steps = steps_of(rule) + 1
+    plain = trained(rule, layout, steps, dtype=kind, **options)
+    moved = trained(rule, layout, steps, dtype=kind, offload_state="cpu", **options)
+    same = [name for name, value in plain["weights"].items() if torch.equal(value, moved["weights"][name])]
+    return {**moved["offload"], "different": sorted(set(plain["weights"]) - set(same)), "_loans": None, "_followed_by": None,
+            "_channels": None}  # fmt: skip
+
+
+@pytest.mark.parametrize(("rule", "layout", "dtype"), offload_cases())
+def test_offload_changes_no_bit_and_keeps_two_pieces_at_most(two: World, rule: str, layout: str, dtype: str) -> None:
+    for result in two.run(with_and_without, rule=rule, layout=layout, dtype=dtype):
+        assert result["different"] == []
+        assert result["resident_bytes"] == 0
+        assert 0 < result["largest_bytes"] <= result["peak_bytes"] <= 2 * result["largest_bytes"]
+        assert result["fetched_ahead"] > 0
+
+
+@NO_LIBRARY
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_offload_of_eight_bits(two: World, layout: str) -> None:
+    for result in two.run(with_and_without, rule="muon", layout=layout, dtype="float32", state_dtype="int8"):
+        assert result["different"] == []
+
+
+def cut_by_columns() -> str:
+    mesh = init_device_mesh("cpu", (2,))
+    model = distribute(matrices([(64, 128)]), mesh, lambda name: [Shard(1)])
+    optimizer = build(model, "muon", state_dtype="int8")
+    try:
+        optimizer._current_engine()
+    except UnsupportedLayoutError as error:
+        return str(error)
+    return "no error"
+
+
+@NO_LIBRARY
+def test_columns_are_refused(two: World) -> None:
+    for message in two.run(cut_by_columns):
+        assert "use state_dtype='bfloat16'" in message
+        assert "m0.weight" in message
