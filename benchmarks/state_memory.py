@@ -85,7 +85,7 @@ def timed(variant: str, options: argparse.Namespace, device: torch.device) -> di
     optimizer: Any = (
         torch.optim.AdamW(laid.raw.parameters(), lr=1e-4, fused=True) if adamw else build(variant, laid.raw)
     )
-    vocabulary = model.config.vocab_size
+    vocabulary = int(model.config.vocab_size)  # type: ignore[union-attr,arg-type]
     torch.manual_seed(dist.get_rank())
     ids = torch.randint(0, vocabulary, (options.tokens // options.length, options.length), device=device)
     if device.type == "cuda":

@@ -112,7 +112,7 @@ class Workplace:
         return lent_states(self.engine, name, self.bucket, self.home, is_moment, group, ok, noise)
 
     @contextmanager
-    def weighed(self, group: Group, parts: list[Part]) -> Iterator[list[Part]]:
+    def weighed(self, group: Group, parts: Sequence[Part]) -> Iterator[Sequence[Part]]:
         """The parts with what 16-bit weights cannot hold, for the phase that steps them; wide ones have no such state."""
         if not needs_master(self._params[0]):
             yield parts

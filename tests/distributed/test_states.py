@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from adapters_zoo import MODES, adapters_zoo
 from harness import World
 from test_parity import digest
 from torch import nn
@@ -128,6 +129,25 @@ def test_offload_changes_no_bit_and_keeps_two_pieces_at_most(two: World, rule: s
 def test_offload_of_eight_bits(two: World, layout: str) -> None:
     for result in two.run(with_and_without, rule="muon", layout=layout, dtype="float32", state_dtype="int8"):
         assert result["different"] == []
+
+
+def adapters_with_and_without(layout: str, **options: Any) -> list[str]:
+    """Weights that differ after five steps with joint LoRA factors, whose state is of pairs."""
+    ends = []
+    for offload in ({}, {"offload_state": "cpu"}):
+        model = wrap(adapters_zoo(start=True), layout)
+        optimizer = build(model, MODES["joint"], **options, **offload)
+        for step in range(5):
+            backward(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append(weights(model))
+    return [name for name, value in ends[0].items() if not torch.equal(value, ends[1][name])]
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
+def test_offload_of_adapters(two: World, layout: str) -> None:
+    assert two.run(adapters_with_and_without, layout=layout) == [[], []]
 
 
 def cut_by_columns() -> str:
