@@ -136,7 +136,7 @@ def adapters_with_and_without(layout: str, **options: Any) -> list[str]:
     ends = []
     for offload in ({}, {"offload_state": "cpu"}):
         model = wrap(adapters_zoo(start=True), layout)
-        optimizer = build(model, MODES["joint"], **options, **offload)
+        optimizer = build(model, MODES["normuon"], **options, **offload)
         for step in range(5):
             backward(model, step)
             optimizer.step()
