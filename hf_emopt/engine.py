@@ -28,7 +28,7 @@ from hf_emopt.distributed.layout import (
     whole_shape,
 )
 from hf_emopt.distributed.plan import Batch, Bucket, Plan, PlannedParameter, Segment, make_plan
-from hf_emopt.distributed.slots import Matrix, assign_slots
+from hf_emopt.distributed.slots import Matrix, matrix_of, plan_slots
 from hf_emopt.hosted import Fetched, InPlace
 from hf_emopt.offload import Channel, StateOffload, channel_to, home_of
 from hf_emopt.passes import Part
@@ -427,39 +427,15 @@ class Engine:
 
     # ------------------------------------------------------------------ schedule
 
-    def _assign_slots(self) -> dict[Matrix, tuple[int, ...]]:
-        """When, within its period, each piece of a rule's periodic work is done.
-
-        From the matrices of all ranks, so that the schedule, and with it every weight, does not depend on their number.
-        """
-        slots: dict[Matrix, tuple[int, ...]] = {}
-        for group_index, group in enumerate(self.groups):
-            alike: dict[tuple[int, int], list[Matrix]] = defaultdict(list)
-            planned = [p for bucket in self.plan.buckets if bucket.group == group_index for p in bucket.parameters]
-            for p in sorted(planned, key=lambda p: (-p.cost, p.name)):  # as buckets are filled in one process
-                for u, unit in enumerate(p.units):
-                    alike[unit.shape[1:]].extend((p.name, u, b) for b in range(unit.shape[0]))
-            work = [(matrices, self.rule.periodic_costs(*shape, group)) for shape, matrices in alike.items()]
-            slots |= assign_slots(work, self.rule.period(group)) if work else {}
-        return slots
-
-    @staticmethod
-    def _matrix(bucket: Bucket, segment: Segment, unit: int, b: int) -> Matrix:
-        parameter = bucket.parameters[segment.parameter]
-        row = parameter.row_numel
-        rows = max(1, segment.shape[0] // row)
-        per_row = segment.units[unit].shape[0] // rows if 0 in segment.units[unit].batch else 0
-        return (parameter.name, segment.index(unit), segment.box[0][0] // row * per_row + b)
-
     def slot(self, bucket: Bucket, segment: Segment, unit: int, b: int) -> tuple[int, ...]:
         """Slots of the pieces of a matrix."""
-        return self._slots[self._matrix(bucket, segment, unit, b)]
+        return self._slots[matrix_of(bucket, segment, unit, b)]
 
     def _follow_periods(self) -> None:
         """Assigns slots anew when a period was changed: a slot past the new period would never come."""
         periods = tuple(self.rule.period(group) for group in self.groups if group["kind"] == "matrix")
         if periods != self._slots_for:
-            self._slots, self._slots_for = self._assign_slots(), periods
+            self._slots, self._slots_for = plan_slots(self.plan, self.groups, self.rule), periods
 
 
 def _seed(index: int, group: Group, shard: int) -> int:

@@ -3,25 +3,64 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from hf_emopt.distributed.plan import assign_owners
+from hf_emopt.distributed.plan import Bucket, Plan, assign_owners
+from hf_emopt.distributed.segments import Segment
 from hf_emopt.rules.refresh import CALL_COST
 
-__all__ = ["Matrix", "assign_slots"]
+__all__ = ["Matrix", "assign_slots", "matrix_of", "plan_slots"]
 
 Matrix = tuple[str, int, int]
 """A parameter's name, the number of a unit in it, and of a matrix in the unit."""
 
 Piece = tuple[Matrix, int]
 
+Batches = Sequence[tuple[Sequence[Matrix], Sequence[int]]]
+"""Matrices of one shape, and the costs of the pieces that each of them has."""
+
 # Ways to cut that are tried; beyond, neighbours differ by little.
 _MOST_LIMITS = 64
 
 
-def assign_slots(
-    batches: Sequence[tuple[Sequence[Matrix], Sequence[int]]], period: int, call_cost: int = CALL_COST
+def matrix_of(bucket: Bucket, segment: Segment, unit: int, b: int) -> Matrix:
+    """The ``b``-th matrix of a unit of a segment, as the schedule names it."""
+    parameter = bucket.parameters[segment.parameter]
+    row = parameter.row_numel
+    rows = max(1, segment.shape[0] // row)
+    per_row = segment.units[unit].shape[0] // rows if 0 in segment.units[unit].batch else 0
+    return (parameter.name, segment.index(unit), segment.box[0][0] // row * per_row + b)
+
+
+def plan_slots(
+    plan: Plan,
+    groups: Sequence[dict[str, Any]],
+    rule: Any,
+    assign: Callable[..., dict[Matrix, tuple[int, ...]]] | None = None,
 ) -> dict[Matrix, tuple[int, ...]]:
+    """Slots of every piece of a rule's periodic work.
+
+    From the matrices of all ranks, so that the schedule, and with it every weight, does not depend on their number.
+
+    Args:
+        rule: whose ``periodic_costs`` and ``period`` count.
+        assign: in place of :func:`assign_slots`.
+    """
+    slots: dict[Matrix, tuple[int, ...]] = {}
+    for index, group in enumerate(groups):
+        alike: dict[tuple[int, int], list[Matrix]] = defaultdict(list)
+        planned = [p for bucket in plan.buckets if bucket.group == index for p in bucket.parameters]
+        for p in sorted(planned, key=lambda p: (-p.cost, p.name)):  # as buckets are filled in one process
+            for u, unit in enumerate(p.units):
+                alike[unit.shape[1:]].extend((p.name, u, b) for b in range(unit.shape[0]))
+        work = [(matrices, rule.periodic_costs(*shape, group)) for shape, matrices in alike.items()]
+        slots |= (assign or assign_slots)(work, rule.period(group)) if work else {}
+    return slots
+
+
+def assign_slots(batches: Batches, period: int, call_cost: int = CALL_COST) -> dict[Matrix, tuple[int, ...]]:
     """The step within a period at which each piece of periodic work is due.
 
     Pieces of one batch and one cost that are due on the same step are done in one call, and a call has a price of its own
@@ -55,7 +94,7 @@ def assign_slots(
     return {matrix: tuple(pieces) for matrix, pieces in found.items()}
 
 
-def _alike(batches: Sequence[tuple[Sequence[Matrix], Sequence[int]]]) -> list[tuple[int, list[Piece]]]:
+def _alike(batches: Batches) -> list[tuple[int, list[Piece]]]:
     """Pieces that can be done in one call, with the cost of each."""
     return [
         (cost, [(matrix, piece) for piece, c in enumerate(costs) if c == cost for matrix in matrices])

@@ -10,9 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_emopt.distributed.plan import Bucket
-from hf_emopt.distributed.segments import Segment
-from hf_emopt.distributed.slots import Matrix, assign_slots
+from hf_emopt.distributed.slots import Batches, Matrix, assign_slots, matrix_of, plan_slots
 from hf_emopt.forecast.amounts import Array
 from hf_emopt.forecast.layouts import Placed
 from hf_emopt.matrix_optimizer import MatrixOptimizer
@@ -57,7 +55,7 @@ def refreshes(optimizer: MatrixOptimizer, placed: Placed) -> Refreshes | None:
             for u, unit in enumerate(s.units):
                 lengths = _lengths(rule, unit.shape[1:], optimizer.param_groups[bucket.group])
                 for b in range(unit.shape[0]):
-                    due = (0,) * len(lengths) if together else slots[_matrix(bucket, s, u, b)]
+                    due = (0,) * len(lengths) if together else slots[matrix_of(bucket, s, u, b)]
                     found[s.owner, unit.shape[1:]].update(zip(due, lengths))
         for (owner, _), counts in found.items():
             rank = bucket.storage.rank(owner)
@@ -76,33 +74,18 @@ def _lengths(rule: KroneckerRule, shape: tuple[int, int], group: Group) -> tuple
 
 def _slots(optimizer: MatrixOptimizer, placed: Placed) -> dict[Matrix, tuple[int, ...]]:
     """As the optimizer assigns them on a GPU."""
+    device: Any = [SimpleNamespace(device=torch.device("cuda"))]  # which is all that costs depend on
+    groups = [{**group, "params": device} for group in optimizer.param_groups]
+    return plan_slots(placed.plan, groups, optimizer.rule, _assign)
+
+
+def _assign(batches: Batches, period: int) -> dict[Matrix, tuple[int, ...]]:
+    if sum(len(matrices) * len(costs) for matrices, costs in batches) <= _MOST_PIECES:
+        return assign_slots(batches, period)
     slots: dict[Matrix, tuple[int, ...]] = {}
-    rule = optimizer.rule
-    for index, group in enumerate(optimizer.param_groups):
-        alike: dict[tuple[int, int], list[Matrix]] = defaultdict(list)
-        planned = [p for bucket in placed.plan.buckets if bucket.group == index for p in bucket.parameters]
-        for p in sorted(planned, key=lambda p: (-p.cost, p.name)):
-            for u, unit in enumerate(p.units):
-                alike[unit.shape[1:]].extend((p.name, u, b) for b in range(unit.shape[0]))
-        if not alike:
-            continue
-        on_gpu: Any = {**group, "params": [SimpleNamespace(device=torch.device("cuda"))]}
-        work = [(matrices, rule.periodic_costs(*shape, on_gpu)) for shape, matrices in alike.items()]
-        period = rule.period(group)
-        if sum(len(matrices) * len(costs) for matrices, costs in work) > _MOST_PIECES:
-            turn = 0
-            for matrices, costs in work:
-                for matrix in matrices:
-                    slots[matrix] = tuple((turn + i) % period for i in range(len(costs)))
-                    turn += len(costs)
-        else:
-            slots |= assign_slots(work, period)
+    turn = 0
+    for matrices, costs in batches:
+        for matrix in matrices:
+            slots[matrix] = tuple((turn + i) % period for i in range(len(costs)))
+            turn += len(costs)
     return slots
-
-
-def _matrix(bucket: Bucket, segment: Segment, unit: int, b: int) -> Matrix:
-    parameter = bucket.parameters[segment.parameter]
-    row = parameter.row_numel
-    rows = max(1, segment.shape[0] // row)
-    per_row = segment.units[unit].shape[0] // rows if 0 in segment.units[unit].batch else 0
-    return (parameter.name, segment.index(unit), segment.box[0][0] // row * per_row + b)
