@@ -172,7 +172,7 @@ def test_measured_products_are_given_back() -> None:
 
 
 def test_other_cards_go_by_their_datasheets() -> None:
-    """General products of the standard form, at the H100's rates times the ratio of datasheets."""
+    """General products of the standard form, at the H200's rates times the ratio of datasheets."""
     group = hf_emopt.Muon(squares()).param_groups[0]
     a100, b200 = (newton_schulz_seconds(GPUS[name], 4, 4096, 4096, group) for name in ("a100", "b200"))
     assert a100 / b200 == pytest.approx(2250 / 312)

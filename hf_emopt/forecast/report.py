@@ -31,11 +31,11 @@ def sources(machine: Machine, world_size: int, optimizers: Sequence[MatrixOptimi
     sheet = GPUS["h200"].bf16
     given = gpu.source.get("bf16") == "given"
     if has_kernels(gpu):
-        products = "measured on an H100, kernel by kernel; sizes between are interpolated"
+        products = "measured on an H200, kernel by kernel; sizes between are interpolated"
         products += f", and scaled to {gpu.bf16:g} TFLOP/s as given" if given else ""
     else:
         products = (
-            f"extrapolated: {'given' if given else 'datasheet'} rate, the H100's curve over sizes, no kernels of ours"
+            f"extrapolated: {'given' if given else 'datasheet'} rate, the H200's curve over sizes, no kernels of ours"
         )
     where, link = (gpu.source.get(key, "datasheet") for key in ("memory_tb_s", "nvlink_gb_s"))
     found = {
