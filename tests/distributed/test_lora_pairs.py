@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from adapters_zoo import MODES, PAIRS, adapters_zoo
-from harness import World
+from harness import World, Worlds
 from test_prepare import accelerate_on_cpu, fsdp2, llama, run_llama
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -55,6 +55,16 @@ def test_weights_are_those_of_one_process(two: World, mode: str, layout: str) ->
     assert sum(result["transforms"] for result in results) == results[0]["wanted"]
     if mode != "separate":
         assert all(result["transforms"] > 0 for result in results)  # the work is shared
+
+
+@pytest.mark.ranks34
+@pytest.mark.parametrize(("layout", "size"), [("hsdp", 4), ("fsdp2", 3)])
+def test_weights_on_more_ranks(worlds: Worlds, layout: str, size: int) -> None:
+    """Two replicas of two shards; and a rank of three without a row of some factors."""
+    results = worlds[size].run(trained, mode="normuon", layout=layout)
+    for result in results:
+        assert_close(result["weights"], reference("normuon"), 1e-5)
+    assert sum(result["transforms"] for result in results) == PAIRS * STEPS
 
 
 def resumed(mode: str, layout: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
