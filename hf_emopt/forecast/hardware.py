@@ -87,8 +87,8 @@ class Efficiency:
         network: the same between nodes. Assumed.
         tf32: of the rate of TF32 products. Measured: 16 products of 2048, one H100.
         sustained: how much longer 16-bit products take once a card has done nothing else for ``boost_seconds``: its power is
-            limited. Fitted: whole orthogonalizations that take longer, beside their single products in the kernel table; so it
-            belongs to the table. Where it begins is assumed.
+            limited. Fitted: whole orthogonalizations that take longer, beside their single products in the kernel table, to
+            which it belongs. Where it begins is assumed.
         model: of the 16-bit rate in forward and backward. Measured: Llamas of 1.1 B and 2.0 B, two H200, 0.30 and 0.39.
     """
 
