@@ -42,6 +42,9 @@ MOST_GROUPS = 48
 """Process groups that ranks may have before they are replaced: every device mesh leaves some behind, and each of them has
 threads that wake up all the time."""
 
+PRELOADED = ["torch.distributed.fsdp", "accelerate", "hf_emopt"]
+"""What cases import anyway, once for all processes. A module that starts threads when it is imported would break forking."""
+
 START_TIMEOUT = 180.0
 """Seconds to import the package once and to form a process group."""
 
@@ -138,8 +141,7 @@ class World:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        # What every case imports anyway. Modules of the package that start threads would break forking; none does.
-        context.set_forkserver_preload(["torch.distributed.fsdp", "accelerate", "hf_emopt"])
+        context.set_forkserver_preload(PRELOADED)
         self._folder = Path(tempfile.mkdtemp(prefix="world"))
         self.starts += 1
         for number in range(self.size):

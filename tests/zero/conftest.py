@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+from harness import PRELOADED
 
 HERE = Path(__file__).parent
 
@@ -17,6 +18,7 @@ os.environ.setdefault("DS_IGNORE_CUDA_DETECTION", "1")
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if importlib.util.find_spec("deepspeed") is not None:
+        PRELOADED.append("deepspeed")
         return
     for item in items:
         if HERE in item.path.parents:

@@ -44,7 +44,7 @@ def options_of(rule: str, clip: float) -> dict[str, float]:
 
 
 def cases() -> list[Any]:
-    """By default every rule at every stage on two ranks, with the rest spread over them; all of it on request."""
+    """By default Muon in all there is and every other rule at two stages, on two ranks; all of it on request."""
     found = []
     for number, rule in enumerate(RULES):
         for place, (precision, stage) in enumerate(STAGES):
@@ -52,7 +52,8 @@ def cases() -> list[Any]:
                 for size in (2, 3):
                     turn = ("fp32", "bf16", "bf16-fp32")[(number + stage) % 3]
                     turn = "fp32" if (turn, stage) not in STAGES else turn
-                    chosen = size == 2 and way == (number + place) % 4 and (precision == turn or rule == "muon")
+                    here = precision == turn and number % 2 == stage % 2
+                    chosen = size == 2 and way == (number + place) % 4 and (here or rule == "muon")
                     chosen = chosen or (size == 3 and rule == "muon" and way == stage >= 2 and precision == "fp32")
                     name = f"{rule}-{stage}-{precision}-{clip:g}-{accumulation}-{size}"
                     marks = () if chosen else (pytest.mark.ranks34,)

@@ -16,6 +16,7 @@ from ranks import GLOBAL_BATCH, make_trainer, samples, tiny_llama
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
+from zero_runs import imported
 
 import hf_emopt
 from hf_emopt.integrations.registry import unwrap_optimizer
@@ -36,9 +37,7 @@ def settings(stage: int, auto: bool = True) -> dict[str, Any]:
 @contextmanager
 def fresh_deepspeed() -> Iterator[None]:
     """Accelerate and transformers keep what they know of DeepSpeed in globals; cases share a process."""
-    import deepspeed
-
-    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    imported().init_distributed(dist_backend="gloo", verbose=False)
     _reset()
     # ACCELERATE_USE_DEEPSPEED and its like stay set, and would make the next run one of these.
     environment = dict(os.environ)
