@@ -23,15 +23,16 @@ def wanted(rule: str, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 SLOW = pytest.mark.ranks34
-OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+OFFLOAD = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
+PINNED = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
 
 
 @pytest.mark.parametrize(
     ("rule", "stage", "precision", "zero"),
     [
-        pytest.param("muon", 1, "bf16", OFFLOAD, marks=SLOW),
+        pytest.param("muon", 1, "bf16", PINNED, marks=SLOW),
         ("soap", 2, "fp32", OFFLOAD),
-        ("muon", 3, "fp32", OFFLOAD),
+        ("muon", 3, "fp32", PINNED),
         ("muon", 3, "bf16", {"offload_param": {"device": "cpu"}, **OFFLOAD}),
         ("normuon", 2, "fp32", {"round_robin_gradients": True}),
         pytest.param("muon", 1, "fp32", {"contiguous_gradients": False, "reduce_scatter": False}, marks=SLOW),

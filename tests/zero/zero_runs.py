@@ -189,6 +189,8 @@ def trained_late(**kwargs: Any) -> dict[str, Any]:
     with late_copies() as late:
         result = trained(**kwargs)
         assert late.events.count("bring") == late.events.count("take") > 0
+        offload = kwargs["settings"]["zero_optimization"]["offload_optimizer"]
+        assert bool(late.pinned) == offload["pin_memory"]
     return result
 
 
