@@ -248,7 +248,7 @@ def require_library() -> Any:
     except ImportError as error:
         raise ImportError(
             "state_dtype='int8' needs bitsandbytes for its blockwise 8-bit format, and it cannot be imported "
-            f"({error}): pip install 'hf-emopt[8bit]' or pip install 'bitsandbytes>=0.46'; or use state_dtype='bfloat16'"
+            f"({error}): pip install 'hf-emopt[8bit]' or pip install 'bitsandbytes>=0.50'; or use state_dtype='bfloat16'"
         ) from error
     return functional
 
