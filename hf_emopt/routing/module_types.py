@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from torch import nn
@@ -171,10 +172,21 @@ def _convolution(info: ParameterInfo) -> Decision | None:
         return None
     if owner.groups > 1 and info.shape[1] == 1:
         return aux("depthwise convolution", "depthwise")
-    if info.shape[1] * owner.groups <= _RAW_CHANNELS:
+    if info.shape[1] * owner.groups <= _RAW_CHANNELS and _reads_input(info):
         return aux(f"convolution of raw input ({info.shape[1] * owner.groups} channels): embeds it", "embedding")
     grouped = ", batch of groups" if owner.groups > 1 else ""
     return matrix(conv(info.shape, owner.groups), f"convolution (out, in * kernel){grouped}", "conv")
+
+
+def _reads_input(info: ParameterInfo) -> bool:
+    """Whether a convolution of few channels is of the input: kernels of one pixel are, of the model's first one only.
+
+    Others of these widen a bottleneck, as in a squeeze-and-excite block.
+    """
+    if math.prod(info.shape[2:]) > 1:
+        return True
+    modules = info.chain[-1][1].modules()
+    return next((module for module in modules if isinstance(module, _CONVOLUTIONS)), None) is info.owner
 
 
 def _conv1d(info: ParameterInfo) -> Decision | None:

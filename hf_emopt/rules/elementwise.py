@@ -57,13 +57,15 @@ def adamw_step(
         _moonlight_adamw(weights, grads, states, group, ok)
     else:
         beta1, beta2 = group["betas"]
-        # The fused kernel walks memory, not indices: tensors whose strides differ from their weight's would be mixed up.
-        changed = [*weights, *(s["exp_avg"] for s in states), *(s["exp_avg_sq"] for s in states)]
-        rows = [t.contiguous() for t in changed]
+        # The fused kernel walks memory, not indices: all of a parameter's tensors are seen in the order of its weight's.
+        orders = [_memory_order(w) for w in weights]
+        moments = [[s[key] for s in states] for key in ("exp_avg", "exp_avg_sq")]
+        changed = [*weights, *moments[0], *moments[1]]
+        rows = [t.permute(order).contiguous() for t, order in zip(changed, orders * 3)]
         count = len(weights)
         adamw(
             rows[:count],
-            [g.to(w.dtype).contiguous() for g, w in zip(grads, weights)],
+            [g.to(w.dtype).permute(order).contiguous() for g, w, order in zip(grads, weights, orders)],
             rows[count : 2 * count],
             rows[2 * count :],
             [],
@@ -78,10 +80,15 @@ def adamw_step(
             eps=group["eps"],
             maximize=False,
         )
-        for tensor, row in zip(changed, rows):
-            if row is not tensor:
-                tensor.copy_(row)
+        for tensor, row, order in zip(changed, rows, orders * 3):
+            if row.data_ptr() != tensor.data_ptr():
+                tensor.permute(order).copy_(row)
     store_weights(params, weights, states, policy, generator)
+
+
+def _memory_order(tensor: Tensor) -> tuple[int, ...]:
+    """Dimensions from the slowest to the fastest in memory, in which a dense tensor of any format is contiguous."""
+    return tuple(sorted(range(tensor.dim()), key=lambda d: (-tensor.stride(d), d)))
 
 
 def _moonlight_adamw(

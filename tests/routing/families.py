@@ -126,6 +126,12 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "resnet18": _resnet18,
     "mobilenet_v2": lambda: tf.MobileNetV2ForImageClassification(tf.MobileNetV2Config(num_labels=10)),
     "convnext": lambda: tf.ConvNextForImageClassification(tf.ConvNextConfig(depths=[1, 1, 2, 1], num_labels=10)),
+    "swin": lambda: tf.SwinForImageClassification(tf.SwinConfig(depths=[1, 2], num_heads=[3, 6], num_labels=10)),
+    "resnet50": lambda: tf.ResNetForImageClassification(tf.ResNetConfig(depths=[1, 2, 1, 1], num_labels=10)),
+    "mobilenet_v1": lambda: tf.MobileNetV1ForImageClassification(tf.MobileNetV1Config(num_labels=10)),
+    "efficientnet": lambda: tf.EfficientNetForImageClassification(
+        tf.EfficientNetConfig(width_coefficient=0.5, depth_coefficient=0.5, num_labels=10)
+    ),
     "dbrx": _dbrx,
 }
 
