@@ -88,7 +88,8 @@ def adamw_step(
 
 def _memory_order(tensor: Tensor) -> tuple[int, ...]:
     """Dimensions from the slowest to the fastest in memory, in which a dense tensor of any format is contiguous."""
-    return tuple(sorted(range(tensor.dim()), key=lambda d: (-tensor.stride(d), d)))
+    strides = tensor.stride()
+    return tuple(sorted(range(tensor.dim()), key=lambda d: (-strides[d], d)))
 
 
 def _moonlight_adamw(

@@ -43,6 +43,11 @@ CONFIGS: dict[str, tuple[Any, Callable[[], Any]]] = {
     "cohere": (tf.CohereForCausalLM, lambda: tf.CohereConfig(**_GROUPED, use_qk_norm=True)),
     "deepseek_v3": (tf.DeepseekV3ForCausalLM, lambda: tf.DeepseekV3Config(**_MLA, q_lora_rank=16)),
     "deepseek_v2": (tf.DeepseekV2ForCausalLM, lambda: tf.DeepseekV2Config(**_MLA, q_lora_rank=None)),
+    "gpt_bigcode": (tf.GPTBigCodeForCausalLM, lambda: tf.GPTBigCodeConfig(n_embd=32, n_head=4, n_layer=1, n_positions=64,
+                    vocab_size=48, bos_token_id=1, eos_token_id=2)),
+    "codegen": (tf.CodeGenForCausalLM, lambda: tf.CodeGenConfig(n_embd=32, n_head=4, n_layer=1, n_positions=64, n_ctx=64,
+                vocab_size=48, rotary_dim=4, bos_token_id=1, eos_token_id=2)),
+    "persimmon": (tf.PersimmonForCausalLM, lambda: tf.PersimmonConfig(**_TINY, qk_layernorm=True)),
     "bert": (tf.BertForMaskedLM, lambda: tf.BertConfig(**_TINY)),
     "modernbert": (tf.ModernBertForMaskedLM, lambda: tf.ModernBertConfig(
         **_TINY, cls_token_id=3, sep_token_id=4, local_attention=6, global_attn_every_n_layers=2)),

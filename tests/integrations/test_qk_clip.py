@@ -12,7 +12,7 @@ import hf_emopt
 from hf_emopt import MaxLogits, qk_clip
 from hf_emopt.rules.masters import load_weights
 
-_SHARED = {"qwen3", "qwen3_next", "gemma3"}
+_SHARED = {"qwen3", "qwen3_next", "gemma3", "persimmon"}
 """Families in which one norm weight stands for all heads."""
 
 # Which parameters a clip may change, in part or as a whole.
@@ -30,6 +30,9 @@ _ACTED_ON = {
     "cohere": {"q_norm.weight", "k_norm.weight"},
     "deepseek_v3": {"q_b_proj.weight", "kv_b_proj.weight"},
     "deepseek_v2": {"q_proj.weight", "kv_b_proj.weight"},
+    "codegen": {"qkv_proj.weight"},
+    "gpt_bigcode": {"c_attn.weight", "c_attn.bias"},
+    "persimmon": {"q_layernorm.weight", "q_layernorm.bias", "k_layernorm.weight", "k_layernorm.bias"},
     "bert": {"query.weight", "query.bias", "key.weight", "key.bias"},
     "modernbert": {"Wqkv.weight"},
 }
