@@ -9,7 +9,7 @@ import pytest
 import torch
 from harness import World
 from torch import Tensor
-from zero_runs import SCALE, bad_step, config, reference, scaled_steps, trained, trained_late
+from zero_runs import SCALE, STAGES, bad_step, config, reference, scaled_steps, trained, trained_late
 from zoo import assert_close, steps_of, zoo
 
 import hf_emopt
@@ -57,7 +57,13 @@ def test_weights_are_those_of_one_process(
     assert sum(r["transforms"] for r in results) == MATRICES * steps_of(rule)
 
 
-@pytest.mark.parametrize(("stage", "precision"), [(0, "bf16"), (1, "bf16"), (1, "bf16-fp32"), (2, "fp32"), (3, "bf16")])
+USUAL = {(0, "bf16"), (1, "bf16"), (1, "bf16-fp32"), (2, "fp32"), (3, "bf16")}
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision"),
+    [pytest.param(s, p, marks=() if (s, p) in USUAL else SLOW, id=f"{s}-{p}") for p, s in STAGES],
+)
 def test_a_gradient_that_is_not_finite_skips_the_step_for_all_groups(two: World, stage: int, precision: str) -> None:
     for result in two.run(bad_step, settings=config(stage, precision)):
         assert result["unchanged"] == result["parameters"]

@@ -9,25 +9,10 @@ import pytest
 import torch
 from harness import Worlds
 from torch import Tensor
-from zero_runs import config, reference, trained, whole_gradients
+from zero_runs import STAGES, config, reference, trained, whole_gradients
 from zoo import RULES, assert_close, steps_of
 
 MATRICES = 20 + 5 * 3  # 5 experts with gate, up and down
-STAGES = {
-    ("fp32", 0): None,
-    ("fp32", 1): "DeepSpeedZeroOptimizer",
-    ("fp32", 2): "DeepSpeedZeroOptimizer",
-    ("fp32", 3): "DeepSpeedZeroOptimizer_Stage3",
-    ("bf16", 0): "FP16_UnfusedOptimizer",
-    ("bf16", 1): "DeepSpeedZeroOptimizer",
-    ("bf16", 2): "DeepSpeedZeroOptimizer",
-    ("bf16", 3): "DeepSpeedZeroOptimizer_Stage3",
-    ("bf16-fp32", 1): "BF16_Optimizer",
-    ("bf16-fp32", 2): "DeepSpeedZeroOptimizer",
-    ("bf16-fp32", 3): "DeepSpeedZeroOptimizer_Stage3",
-}
-"""Precision and stage to what DeepSpeed wraps the optimizer in; it has no stage 0 with other accumulation."""
-
 WAYS = ((0.0, 1), (1.0, 4), (1.0, 1), (0.0, 4))
 """Clipping and micro-batches."""
 

@@ -27,6 +27,22 @@ SCALE = 64
 """Of losses in float16, at the beginning."""
 
 
+STAGES = {
+    ("fp32", 0): None,
+    ("fp32", 1): "DeepSpeedZeroOptimizer",
+    ("fp32", 2): "DeepSpeedZeroOptimizer",
+    ("fp32", 3): "DeepSpeedZeroOptimizer_Stage3",
+    ("bf16", 0): "FP16_UnfusedOptimizer",
+    ("bf16", 1): "DeepSpeedZeroOptimizer",
+    ("bf16", 2): "DeepSpeedZeroOptimizer",
+    ("bf16", 3): "DeepSpeedZeroOptimizer_Stage3",
+    ("bf16-fp32", 1): "BF16_Optimizer",
+    ("bf16-fp32", 2): "DeepSpeedZeroOptimizer",
+    ("bf16-fp32", 3): "DeepSpeedZeroOptimizer_Stage3",
+}
+"""Precision and stage to what DeepSpeed wraps the optimizer in; it has no stage 0 with other accumulation."""
+
+
 def config(
     stage: int, precision: str = "fp32", clip: float = 0.0, accumulation: int = 1, **zero: Any
 ) -> dict[str, Any]:
@@ -340,7 +356,7 @@ def bad_step(settings: dict[str, Any]) -> dict[str, Any]:
             "parameters": len(before),
             "unchanged": sum(torch.equal(before[name], between[name]) for name in before),
             "moved": sum(not torch.equal(after[name], between[name]) for name in before),
-            "skipped": engine.skipped_steps,
+            "skipped": optimizer.skipped_steps,
         }
 
 
