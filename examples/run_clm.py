@@ -192,6 +192,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         metrics["matrix_transforms"] = optimizer.transform_count
     trainer.log_metrics("eval", metrics)
     trainer.save_metrics("eval", metrics)
+    trainer.save_state()  # the log, for `hf-emopt report`
     return metrics
 
 

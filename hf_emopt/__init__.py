@@ -3,6 +3,7 @@
 from hf_emopt._version import __version__
 from hf_emopt.checkpoint_files import CheckpointError, newest_checkpoint
 from hf_emopt.integrations.accelerate import Accelerator, EmoptPlugin
+from hf_emopt.integrations.callback import EmoptCallback
 from hf_emopt.integrations.deepspeed import watch
 from hf_emopt.integrations.max_logits import MaxLogits
 from hf_emopt.integrations.qk_clip_callback import QKClipCallback
@@ -17,6 +18,7 @@ __all__ = [
     "SOAP",
     "Accelerator",
     "CheckpointError",
+    "EmoptCallback",
     "EmoptPlugin",
     "EmoptTrainer",
     "EmoptTrainerMixin",

@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from hf_emopt.commands import bench, plan
+from hf_emopt.commands import bench, doctor, plan, report
 
 __all__ = ["main"]
 
@@ -26,6 +26,8 @@ def build_parser() -> argparse.ArgumentParser:
     _add_inspect(commands)
     _add_convert(commands)
     bench.add(commands)
+    report.add(commands)
+    doctor.add(commands)
     return parser
 
 
@@ -62,6 +64,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = build_parser().parse_args(arguments)
         if options.command == "bench":
             return bench.run(options)
+        if options.command == "report":
+            return report.run(options)
+        if options.command == "doctor":
+            return doctor.run(options)
         if options.command == "convert":
             from hf_emopt.deepspeed_files import convert
 
@@ -70,8 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.command == "inspect":
             from hf_emopt.inspection import inspect_checkpoint
 
-            report = inspect_checkpoint(options.checkpoint)
-            print(json.dumps(report.to_dict()) if options.json else report)
+            content = inspect_checkpoint(options.checkpoint)
+            print(json.dumps(content.to_dict()) if options.json else content)
             return 0
         return plan.run(options)
     except (ValueError, FileNotFoundError) as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,9 @@ from hf_emopt.rules.base import Group, MatrixRule, state_dtype
 from hf_emopt.rules.moments import is_scale
 from hf_emopt.state import is_shaped
 from hf_emopt.stored import Lender, elementwise_state, laid_out, shape_of_entry, unit_state
+
+if TYPE_CHECKING:
+    from hf_emopt.measuring import Watch
 
 __all__ = ["Engine", "build_grids", "compute_device", "is_offloaded", "part_of"]
 
@@ -98,6 +101,8 @@ class Engine:
         self.lender = Lender(self.offload)
         self.bring_home()
         self._prepared = False
+        self.watch: Watch | None = None
+        """Measures the steps, where somebody wants to know."""
 
     # ------------------------------------------------------------------ ranks
 
@@ -157,13 +162,26 @@ class Engine:
     ) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
         """Sum and maximum over the ranks that share a matrix, in place."""
         group = self._teams[tuple(bucket.storage.rank(position) for position in team)]
-        return partial(_reduce, op=dist.ReduceOp.SUM, group=group), partial(_reduce, op=dist.ReduceOp.MAX, group=group)
+        reduce = _reduce if self.watch is None else self.watch.stopwatch.reduction(_reduce)
+        return partial(reduce, op=dist.ReduceOp.SUM, group=group), partial(reduce, op=dist.ReduceOp.MAX, group=group)
 
     def grid_of_bucket(self, bucket: Bucket) -> Grid:
         """The ranks of a bucket's parameters."""
         return self.grids[bucket.parameters[0].name]
 
     # ------------------------------------------------------------------ a step
+
+    def observe(self, watch: Watch | None) -> None:
+        """Sets who measures the next steps, or nobody; what carries matrices is then timed."""
+        self.watch = watch
+        if watch is None:
+            self.__dict__.pop("exchange", None)
+            return
+
+        def timed(*args: Any, **options: Any) -> Exchange:
+            return watch.stopwatch.exchange(Engine.exchange(self, *args, **options))
+
+        self.exchange = timed  # type: ignore[method-assign]
 
     def begin(self, finite: dict[torch.device, Tensor], among: frozenset[str] | None = None) -> Agreement:
         """Settles whether this step counts and which parameters take part.
@@ -177,7 +195,12 @@ class Engine:
         flag = None
         for device_flag in finite.values():
             flag = device_flag if flag is None else flag & device_flag.to(flag.device)
-        self._agreement = self._council_of(among).agree(flag, present)
+        council = self._council_of(among)
+        if self.watch is None or council.group is None:
+            self._agreement = council.agree(flag, present)
+        else:
+            with self.watch.stopwatch.running(control_device(council.group)):
+                self._agreement = council.agree(flag, present)
         self._ok = {}
         return self._agreement
 

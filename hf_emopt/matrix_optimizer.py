@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from hf_emopt.arranging import Choice, ModeOverrides, describe
 from hf_emopt.checkpointing import consolidate, emitted, left_behind, loaded, only_initializes
 from hf_emopt.consolidation import keep_owned
+from hf_emopt.diagnostics import Diagnostics, Level
 from hf_emopt.distributed.delayed import DelayedUpdates
 from hf_emopt.distributed.layout import (
     LOST,
@@ -118,6 +119,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
             raise ValueError("overlap_param_gather=True puts hooks on the model: pass the model as params")
         self._model = weakref.ref(params) if isinstance(params, nn.Module) else None
         self._delayed = DelayedUpdates()
+        self._diagnostics = Diagnostics()
         self._skipped: dict[torch.device, Tensor] = {}
         self._skipped_by_wrapper: Callable[[], int] | None = (
             None  # steps that were never asked for, for the same reason
@@ -277,6 +279,27 @@ class MatrixOptimizer(torch.optim.Optimizer):
         """Matrices that this process has transformed so far; summed over ranks, each matrix counts once a step."""
         return self._transforms + (0 if self._engine is None else self._engine.transform_count)
 
+    def diagnostics(self, level: Level = "layers") -> AbstractContextManager[dict[str, float]]:
+        """Measures the last step that is taken inside; the dictionary it gives is filled at the end of the block.
+
+        .. code-block:: python
+
+            with optimizer.diagnostics() as values:
+                optimizer.step()
+            values["emopt/muon/update_rms"]
+
+        Where ranks share parameters all of them must enter, and the first one has the values. See
+        :mod:`hf_emopt.diagnostics` for what is measured; weights are the same with and without it.
+
+        Args:
+            level: ``"summary"`` for figures by rule, ``"layers"`` for those of each parameter too.
+
+        Raises:
+            ValueError: for another level.
+            RuntimeError: when no step was taken inside.
+        """
+        return self._diagnostics.measuring(self, level)
+
     # ------------------------------------------------------------------ step
 
     @torch.no_grad()
@@ -312,7 +335,10 @@ class MatrixOptimizer(torch.optim.Optimizer):
             return
         if engine.offload is not None:
             engine.offload.begin()
+        engine.observe(self._diagnostics.watch)
         agreement = engine.begin(self._finite_flags(), among)
+        if engine.watch is not None:
+            engine.watch.begin(engine, agreement.ok, among)
         model = self._model() if self._model is not None and among is None else None
         if model is not None and agreement.present != self._last_present:
             self._last_present = agreement.present
@@ -521,6 +547,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
             "_model": None,
             "_flattened": None,
             "_skipped_by_wrapper": None,
+            "_diagnostics": Diagnostics(),
             "process_group": self.process_group if self.process_group in (None, "self") else LOST,
         }
 

@@ -53,7 +53,7 @@ def step_pair_bucket(engine: Engine, index: int, bucket: Bucket, present: Sequen
         RuntimeError: when one factor of a pair has a gradient and the other has none.
     """
     _check_complete(bucket, present)
-    params = [engine.parameter(bucket, i) for i in present]
+    params, watch = [engine.parameter(bucket, i) for i in present], engine.watch
     states = [engine.state_of(bucket, i) for i in present]
     chosen = set(present)
     owned = [s for s in bucket.owned(engine.grid_of_bucket(bucket).position) if s.parameter in chosen]
@@ -68,6 +68,8 @@ def step_pair_bucket(engine: Engine, index: int, bucket: Bucket, present: Sequen
         parts = place.parts(lent)
         passes = Passes(engine.rule, parts, _halved_decay(group), ok)
         messages = [m for m in place.apart(passes.messages(), lent) if m is not None]
+        if watch is not None:
+            watch.held(engine, bucket, present, owned, parts)
     if exchange is not None and exchange.travels:  # sharded
         whole = engine.exchange(index, bucket, present, exact=True)
         arrivals = exchange.send(messages), whole.send([part.weight for part in parts])
@@ -88,6 +90,8 @@ def step_pair_bucket(engine: Engine, index: int, bucket: Bucket, present: Sequen
         messages = [m.to(device) for m in messages]
         weights = [w.to(device, m.dtype) for w, m in zip(weights, messages)]
     updates = _updates(engine, index, bucket, owned, messages, weights, group)
+    if watch is not None:
+        watch.bucket(engine, bucket, group, present, [1] * len(present), owned, updates, [1.0] * len(owned))
     engine.count_step(states, engine.ok_on(states[0]["step"].device))
     everyone = list(range(len(present)))
     yield from conclude(engine, index, bucket, present, passes, owned, updates, [1.0] * len(owned), everyone, place)

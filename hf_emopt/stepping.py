@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,8 +26,12 @@ from hf_emopt.rules.base import Clock, Group, Shard, state_dtype
 from hf_emopt.rules.elementwise import adamw_step, apply_updates
 from hf_emopt.rules.masters import needs_master
 
+if TYPE_CHECKING:
+    from hf_emopt.measuring import Watch
+
 __all__ = [
     "Task",
+    "Transform",
     "bucket_exchange",
     "conclude",
     "pipeline",
@@ -72,7 +76,7 @@ def step_bucket(engine: Engine, index: int, bucket: Bucket, present: Sequence[in
         present: indices of the bucket's parameters with a gradient.
         group: hyperparameters as they are to be applied.
     """
-    grid = engine.grid_of_bucket(bucket)
+    grid, watch = engine.grid_of_bucket(bucket), engine.watch
     params = [engine.parameter(bucket, i) for i in present]
     states = [engine.state_of(bucket, i) for i in present]
     roster = engine.kept("roster", index, present, lambda: _Roster(engine, index, bucket, present))
@@ -85,12 +89,14 @@ def step_bucket(engine: Engine, index: int, bucket: Bucket, present: Sequence[in
     place.wait()
     ok = engine.ok_on(compute_device(params[0]))
     exchange, homes = bucket_exchange(engine, index, bucket, present), None
-    transform = _Transform(engine, index, bucket, roster, group, {i: rounds[k] for i, k in row.items()})
+    transform = Transform(engine, index, bucket, roster, group, {i: rounds[k] for i, k in row.items()})
     if sharded and exchange is not None and exchange.travels:
         with place.lent_moments(group, ok) as lent:
             parts = place.parts(lent)
             passes = Passes(engine.rule, parts, group, ok)
             arrival = passes.send(exchange)
+            if watch is not None:
+                watch.held(engine, bucket, present, owned, parts)
         yield
         targets = transform.make_room(params[0], exchange.dtype)
         exchange.receive(arrival, targets)
@@ -109,7 +115,12 @@ def step_bucket(engine: Engine, index: int, bucket: Bucket, present: Sequence[in
                 if sharded:
                     messages = [messages[row[s.parameter]][_within(s, bucket, grid.shard)] for s in owned]
                 stacked = place.apart(transform.stack(messages, params[0]), lent)
-    updates = transform.run(stacked)
+            if watch is not None:
+                watch.held(engine, bucket, present, owned, parts)
+    updates = transform.run(stacked, watch)
+    if watch is not None:
+        watch.bucket(engine, bucket, group, present, rounds, owned, updates, transform.scales)
+        watch.matrices(bucket, transform, updates)
     engine.count_step(states, engine.ok_on(states[0]["step"].device))
     warmup = engine.rule.warmup_rounds(group)
     moving = [k for k in range(len(present)) if rounds[k] > warmup]
@@ -265,7 +276,7 @@ class _Roster:
         ]
 
 
-class _Transform:
+class Transform:
     """Whole matrices of one rank's segments in, updates of the segments out."""
 
     def __init__(
@@ -326,8 +337,12 @@ class _Transform:
             for b, room in enumerate(self._rooms)
         ]
 
-    def run(self, stacked: list[Tensor | None]) -> list[Tensor]:
-        """The update of each owned segment."""
+    def run(self, stacked: list[Tensor | None], watch: Watch | None = None) -> list[Tensor]:
+        """The update of each owned segment.
+
+        Args:
+            watch: measures the state of whole matrices after it.
+        """
         updates: list[Tensor | None] = [None] * len(self.owned)
         whole = len(self.owned) == len(self.every)
         for b, (batch, x) in enumerate(zip(self.batches, stacked)):
@@ -338,6 +353,8 @@ class _Transform:
             jobs = self.roster.jobs[b]
             with self._lent(key, storage, x) as lent:
                 out, scale = self._transformed(x, lent, b, key, whole)
+                if watch is not None:
+                    watch.unit_state(self.bucket, self, b, lent[0])
             for part, (k, unit, _) in zip(out.split([size for _, _, size in jobs]), jobs):
                 if self.roster.whole[b] or (_is_plain(unit) and len(self.owned[k].units) == 1):
                     updates[k], self.scales[k] = part.reshape(self.owned[k].shape), scale
@@ -427,7 +444,7 @@ class _Transform:
 
 def step_aux_bucket(engine: Engine, index: int, bucket: Bucket, present: Sequence[int], group: Group) -> Task:
     """AdamW on replicated parameters: each rank steps the rows that it owns and passes the weights on."""
-    grid = engine.grid_of_bucket(bucket)
+    grid, watch = engine.grid_of_bucket(bucket), engine.watch
     params = [engine.parameter(bucket, i) for i in present]
     chosen = set(present)
     owned = [s for s in bucket.owned(grid.position) if s.parameter in chosen]
@@ -437,13 +454,20 @@ def step_aux_bucket(engine: Engine, index: int, bucket: Bucket, present: Sequenc
     generator = engine.generator(index, group, params[0].device, grid.position)
     noise = engine.noise(index, group, params[0].device, grid.position, AUX_PIECES)
     home = home_states(engine, bucket, sorted(mine))
+    names, exchange = (
+        [bucket.parameters[s.parameter].name for s in owned],
+        engine.exchange(index, bucket, present, exact=True),
+    )
+    if watch is not None:
+        watch.others([(bucket.parameters[i].name, bucket.parameters[i].numel) for i in present], group)
     with lent_states(engine, ("aux", index), bucket, home, lambda key: True, group, ok, noise) as lent:
         parts = owned_parts(engine, bucket, owned, lent)
         if parts:
-            weights, grads = [p.weight for p in parts], [p.grad for p in parts]
-            adamw_step(weights, grads, [p.state for p in parts], group, ok, generator)
+            weights, grads, states = [p.weight for p in parts], [p.grad for p in parts], [p.state for p in parts]
+            with nullcontext() if watch is None else watch.adamw(names, weights, states, group):
+                adamw_step(weights, grads, states, group, ok, generator)
         parts = [Part(p.weight, p.grad, {}) for p in parts]
-    yield from _gather([p.weight for p in parts], params, engine.exchange(index, bucket, present, exact=True))
+    yield from _gather([p.weight for p in parts], params, exchange)
 
 
 def step_own_aux(engine: Engine, group_index: int, group: Group, present: frozenset[str]) -> list[Task]:
@@ -470,11 +494,13 @@ def _step_own_parts(engine: Engine, group_index: int, group: Group, params: list
         yield
     parts = fetched.wait()
     weights, grads, states = [p.weight for p in parts], [p.grad for p in parts], [p.state for p in parts]
+    watch = engine.watch
     ok, generator = engine.ok_on(device), engine.generator(group_index, group, device)
     noise = engine.noise(group_index, group, device, 0, AUX_PIECES + 1 + number)
     args = (device, lambda key: True, state_dtype(params[0]), group, ok, noise, fetched.early)
     with engine.lender.lent(("own", group_index, number), states, *args) as lent:
-        adamw_step(weights, grads, lent, group, ok, generator)
+        with nullcontext() if watch is None else watch.own(group, params, weights, lent):
+            adamw_step(weights, grads, lent, group, ok, generator)
     fetched.store()
 
 

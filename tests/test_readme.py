@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 import subprocess
@@ -20,9 +21,11 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def commands(page: Path) -> list[list[str]]:
-    """Every command of the page's shell blocks, continuation lines joined, as words without comments."""
+    """Every command of the page's shell blocks, continuation lines joined, as words without comments and variables."""
     lines = "\n".join(blocks(page, "bash")).replace("\\\n", " ").splitlines()
-    return [words for line in lines if (words := shlex.split(line, comments=True))]
+    split = [shlex.split(line, comments=True) for line in lines]
+    without_variables = [list(itertools.dropwhile(lambda word: re.match("[A-Z_]+=", word), words)) for words in split]
+    return [words for words in without_variables if words]
 
 
 COMMANDS = [(page.name, words) for page in PAGES for words in commands(page)]

@@ -5,6 +5,7 @@ Everything here is asked before the first step. What is missed here meets ``hf_e
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from accelerate.state import AcceleratorState  # type: ignore[import-untyped]
@@ -15,8 +16,21 @@ from transformers.training_args import TrainingArguments
 
 from hf_emopt.integrations.deepspeed_refusals import config_problem
 
-__all__ = ["optim_name", "refuse_accelerator", "refuse_deepspeed", "refuse_layouts", "refuse_unsupported"]
+__all__ = [
+    "ACCELERATE_FIX",
+    "TRAINER_FIX",
+    "deepspeed_problem",
+    "fsdp1_problem",
+    "megatron_problem",
+    "optim_name",
+    "refuse_accelerator",
+    "refuse_deepspeed",
+    "refuse_layouts",
+    "refuse_unsupported",
+]
 
+TRAINER_FIX = "fsdp_config={'version': 2} in TrainingArguments, or fsdp_version: 2"
+ACCELERATE_FIX = "FullyShardedDataParallelPlugin(fsdp_version=2), or fsdp_version: 2 (Accelerate's own default is 1)"
 _INSTEAD = "Use FSDP2, HSDP, DeepSpeed ZeRO, tensor parallelism, DistributedDataParallel or one process"
 
 
@@ -38,7 +52,7 @@ def refuse_unsupported(args: TrainingArguments, model: nn.Module | None) -> None
     name = f"optim={optim_name(args)!r}"
     refuse_deepspeed(args)
     if _fsdp_version(args) == 1 or _has_fsdp1(model):
-        raise ValueError(_fsdp1_message(name, "fsdp_config={'version': 2} in TrainingArguments, or fsdp_version: 2"))
+        raise ValueError(fsdp1_problem(name, TRAINER_FIX))
     refuse_layouts(name, model)
 
 
@@ -54,12 +68,27 @@ def refuse_deepspeed(args: TrainingArguments) -> None:
 
 
 def _refuse_deepspeed_config(name: str, plugin: Any) -> None:
-    config = plugin.deepspeed_config
+    problem = deepspeed_problem(name, plugin.deepspeed_config)
+    if problem is not None:
+        raise ValueError(problem)
+
+
+def deepspeed_problem(name: str, config: Mapping[str, Any]) -> str | None:
+    """What in a DeepSpeed configuration is refused where Accelerate or ``Trainer`` use it, and what to write instead.
+
+    Args:
+        name: the optimizer, for the message.
+        config: as in the JSON file.
+    """
     problem = config_problem(config)
     if problem is None and "zero_optimization" not in config:
         problem = 'Accelerate needs a "zero_optimization" block: write "zero_optimization": {"stage": 0} for none'
-    if problem is not None:
-        raise ValueError(f"{name} under DeepSpeed: {problem}.")
+    return None if problem is None else f"{name} under DeepSpeed: {problem}."
+
+
+def megatron_problem(name: str) -> str:
+    """Why Megatron-LM is refused."""
+    return f"{name} does not run under Megatron-LM, which has optimizers of its own. {_INSTEAD}."
 
 
 def refuse_accelerator(accelerator: Any, name: str) -> None:
@@ -76,11 +105,10 @@ def refuse_accelerator(accelerator: Any, name: str) -> None:
     if kind == DistributedType.DEEPSPEED:
         _refuse_deepspeed_config(name, accelerator.state.deepspeed_plugin)
     if kind == DistributedType.MEGATRON_LM:
-        raise ValueError(f"{name} does not run under Megatron-LM, which has optimizers of its own. {_INSTEAD}.")
+        raise ValueError(megatron_problem(name))
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is not None and int(plugin.fsdp_version) == 1:
-        fix = "FullyShardedDataParallelPlugin(fsdp_version=2), or fsdp_version: 2 (Accelerate's own default is 1)"
-        raise ValueError(_fsdp1_message(name, fix))
+        raise ValueError(fsdp1_problem(name, ACCELERATE_FIX))
 
 
 def refuse_layouts(name: str, model: nn.Module | None) -> None:
@@ -97,7 +125,7 @@ def refuse_layouts(name: str, model: nn.Module | None) -> None:
     if model is None:
         return
     if _has_fsdp1(model):
-        raise ValueError(_fsdp1_message(name, "torch.distributed.fsdp.fully_shard"))
+        raise ValueError(fsdp1_problem(name, "torch.distributed.fsdp.fully_shard"))
     for parameter_name, parameter in model.named_parameters():
         if (
             parameter.requires_grad
@@ -125,7 +153,8 @@ def _fsdp_version(args: TrainingArguments) -> int | None:
     return None if plugin is None else int(plugin.fsdp_version)
 
 
-def _fsdp1_message(name: str, fix: str) -> str:
+def fsdp1_problem(name: str, fix: str) -> str:
+    """Why FSDP1 is refused, and how to have FSDP2."""
     return (
         f"{name} cannot run under FSDP1: it flattens parameters, and no process holds a matrix. Use FSDP2, which keeps "
         f"them: {fix} in the accelerate configuration; or DistributedDataParallel."

@@ -21,7 +21,7 @@ from hf_emopt.integrations.sharded_checkpoints import (
     permitted,
     save_optimizer,
 )
-from hf_emopt.integrations.transformers import EmoptCallback, OptimizerFactory, handler_of
+from hf_emopt.integrations.transformers import DefaultCallback, OptimizerFactory, handler_of
 
 __all__ = ["EmoptTrainer", "EmoptTrainerMixin"]
 
@@ -61,7 +61,7 @@ class EmoptTrainerMixin:
                 'write optim="muon", for instance.'
             )
         for callback in trainer.callback_handler.callbacks:
-            if isinstance(callback, EmoptCallback) and self.explain_at_start:
+            if isinstance(callback, DefaultCallback) and self.explain_at_start:
                 callback.route_level = levels.WARNING
 
     def _trainer(self) -> Trainer:
@@ -141,8 +141,8 @@ class EmoptTrainerMixin:
         trainer = self._trainer()
         optimizer = unwrap_optimizer(trainer.optimizer)
         if optimizer is not None and "learning_rate" in logs:
-            known = (c for c in trainer.callback_handler.callbacks if isinstance(c, EmoptCallback))
-            logs.update(next(known, EmoptCallback()).metrics(optimizer))
+            known = (c for c in trainer.callback_handler.callbacks if isinstance(c, DefaultCallback))
+            logs.update(next(known, DefaultCallback()).metrics(optimizer))
         super().log(logs, start_time)  # type: ignore[misc]
 
 

@@ -7,8 +7,9 @@ all idempotent and without effect on other optimizers:
 2. wraps ``Trainer.get_optimizer_cls_and_kwargs``: it cuts ``optim_args`` into strings before it asks the handler, and
    dies there of a list, a flag or a mapping with an error that names nothing. Ours are parsed by
    :mod:`hf_emopt.integrations.optim_args` instead;
-3. adds :class:`EmoptCallback` to the default callbacks: every group's learning rate in the logs, and the route of the
-   parameters once at the start. A callback of the user's would come after those of the loggers;
+3. adds :class:`DefaultCallback` to the default callbacks: every group's learning rate in the logs, diagnostics where they
+   are asked for, and the route of the parameters once at the start. A callback of the user's would come after those of
+   the loggers;
 4. wraps the methods of ``Trainer`` that save and evaluate: see :mod:`hf_emopt.integrations.checkpoints`.
 """
 
@@ -20,12 +21,13 @@ from collections.abc import Callable
 from typing import Any
 
 from transformers import trainer, trainer_optimizer, training_args
-from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
+from transformers.trainer_callback import TrainerControl, TrainerState
 from transformers.trainer_optimizer import OptimizerContext
 from transformers.training_args import TrainingArguments
 from transformers.utils import logging
 
 from hf_emopt.integrations.accelerate import overruled_environment, trainer_environment
+from hf_emopt.integrations.callback import MeasuringCallback, level_of_environment
 from hf_emopt.integrations.checkpoints import MARK, hook_trainer, synchronize
 from hf_emopt.integrations.enum_members import add_string_member
 from hf_emopt.integrations.optim_args import parse_optim_args
@@ -33,7 +35,7 @@ from hf_emopt.integrations.refusals import optim_name, refuse_deepspeed, refuse_
 from hf_emopt.integrations.registry import OPTIMIZERS, PREFIX, unwrap_optimizer
 from hf_emopt.matrix_optimizer import MatrixOptimizer
 
-__all__ = ["OPTIMIZERS", "EmoptCallback", "OptimizerFactory", "register", "register_optimizer", "unwrap_optimizer"]
+__all__ = ["OPTIMIZERS", "DefaultCallback", "OptimizerFactory", "register", "register_optimizer", "unwrap_optimizer"]
 
 logger = logging.get_logger("transformers.hf_emopt")  # under transformers' own verbosity and handlers
 
@@ -118,7 +120,7 @@ def register() -> None:
     hook_trainer()
     callbacks: list[Any] = trainer.DEFAULT_CALLBACKS
     callbacks[:] = [callback for callback in callbacks if not hasattr(callback, MARK)]
-    callbacks.append(EmoptCallback)
+    callbacks.append(DefaultCallback)
 
 
 def handler_of(args: TrainingArguments) -> Handler | None:
@@ -165,12 +167,14 @@ def group_learning_rates(optimizer: MatrixOptimizer, peak: bool = False) -> dict
     return starts if peak else rates
 
 
-class EmoptCallback(TrainerCallback):
+class DefaultCallback(MeasuringCallback):
     """Shows what a matrix optimizer does; silent for every other optimizer.
 
     At the start of training: one line at warning level (so that it is seen under the default verbosity) and the whole
     route of the parameters at info level. In each training log: ``lr/matrix`` and ``lr/aux`` beside ``learning_rate``,
-    which is the first group's alone, and ``skipped_steps`` once a step has been skipped for a gradient that is not finite.
+    which is the first group's alone, ``skipped_steps`` once a step has been skipped for a gradient that is not finite, and
+    the diagnostics that :class:`hf_emopt.EmoptCallback` or the environment has asked for. A callback of the user's would come
+    after those of the loggers.
     """
 
     route_level = levels.INFO
@@ -180,9 +184,13 @@ class EmoptCallback(TrainerCallback):
         self._rates: dict[str, float] = {}
 
     def metrics(self, optimizer: MatrixOptimizer) -> dict[str, float]:
-        """What belongs into a training log: rates of the last step, and the number of skipped steps unless it is 0."""
-        skipped = optimizer.skipped_steps
-        return {**(self._rates or group_learning_rates(optimizer)), **({"skipped_steps": skipped} if skipped else {})}
+        """What belongs into a training log: rates of the last step, skipped steps unless there is none, and diagnostics."""
+        measured = super().metrics(optimizer)
+        # Where it was measured, the device is not asked again.
+        skipped = measured.get("emopt/skipped_steps")
+        skipped = optimizer.skipped_steps if skipped is None else skipped
+        rates = self._rates or group_learning_rates(optimizer)
+        return {**rates, **({"skipped_steps": skipped} if skipped else {}), **measured}
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Refuses before models are wrapped.
@@ -211,6 +219,8 @@ class EmoptCallback(TrainerCallback):
                 )
             return
         self._rates = group_learning_rates(optimizer)
+        if optimizer._diagnostics.level is None:
+            optimizer._diagnostics.level = level_of_environment()
         plan = optimizer.explain()  # on every rank, since ranks compare their plans when one is made
         if state.is_world_process_zero:
             logger.warning(summary(optimizer))
@@ -226,23 +236,6 @@ class EmoptCallback(TrainerCallback):
         if optimizer is not None:
             self._rates = group_learning_rates(optimizer)
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        optimizer = unwrap_optimizer(kwargs.get("optimizer"))
-        if logs is None or "learning_rate" not in logs or optimizer is None:
-            return
-        metrics = self.metrics(optimizer)
-        # `logs` goes on to the loggers, which come later in the list; the history already holds a copy of it.
-        logs.update(metrics)
-        if state.log_history:
-            state.log_history[-1].update(metrics)
-
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
@@ -250,7 +243,7 @@ class EmoptCallback(TrainerCallback):
         synchronize(kwargs.get("optimizer"))
 
 
-setattr(EmoptCallback, MARK, True)
+setattr(DefaultCallback, MARK, True)
 
 
 def summary(optimizer: MatrixOptimizer) -> str:

@@ -143,6 +143,34 @@ class MatrixRule(ABC):
         ``unit_state`` is changed in place. The result is subtracted from the weights, times the learning rate alone.
         """
 
+    def update_gain(self, m: int, n: int, group: Group) -> float | None:
+        """Factor between a semi-orthogonal ``m x n`` matrix and the update; ``None`` where an update approximates none."""
+        return None
+
+    def has_momentum(self, group: Group) -> bool:
+        """Whether there is a first moment: in ``momentum_buffer`` beside the parameter, or in unit state."""
+        return True
+
+    def measure(self, unit_state: dict[str, Tensor], shape: tuple[int, int], group: Group) -> dict[str, Tensor]:
+        """Figures of ``(B, m, n)`` matrices from their unit state, for diagnostics: ``(B,)`` float32 each, by name.
+
+        ``"momentum"`` is the squared norm of the first moment, ``"condition_number"`` the largest of the factors' and
+        ``"failures"`` how often in a row a refresh has failed. Reads no device; changes nothing.
+        """
+        return {}
+
+    def refresh_age(self, rounds: int, slots: Sequence[int], group: Group) -> int | None:
+        """Rounds since the statistics that a matrix's preconditioner was computed from, by the schedule.
+
+        Args:
+            rounds: of the matrix, see :class:`Clock`.
+            slots: of its pieces.
+
+        Returns:
+            The largest of its pieces'; ``None`` for rules without periodic work, and before the first time.
+        """
+        return None
+
     def momentum_form(self, group: Group) -> tuple[float, bool] | None:
         """``(momentum, nesterov)`` where one pass over many tensors may take the place of :meth:`accumulate`, else ``None``.
 

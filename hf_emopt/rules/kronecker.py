@@ -8,6 +8,7 @@ eigenbases) is refreshed once in ``precondition_frequency`` steps.
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Literal
@@ -146,6 +147,34 @@ class KroneckerRule(RefreshingRule):
         store_factor(block.state, key, factor.view(shape), storage, generator)
 
     # ------------------------------------------------------------------ figures
+
+    def measure(self, unit_state: dict[str, Tensor], shape: tuple[int, int], group: Group) -> dict[str, Tensor]:
+        batch = unit_state["count"].shape[0]
+        found = {}
+        momentum = self.momentum_square(unit_state)
+        if momentum is not None:
+            found["momentum"] = momentum
+        conditions, failures = [], []
+        with self.precision(group):
+            # Only shapes are asked of the gradient.
+            for block in self.blocks(torch.empty(batch, *shape, device="meta"), unit_state, group):
+                for d in self.factored(block, group):
+                    conditions.append(self.condition(block, d, group).view(batch, -1).amax(1))
+                    failures.append(block.tensor("failures", d).view(batch, -1).amax(1))
+        if conditions:
+            found["condition_number"] = torch.stack(conditions).amax(0)
+            found["failures"] = torch.stack(failures).amax(0).float()
+        return found
+
+    def momentum_square(self, unit_state: dict[str, Tensor]) -> Tensor | None:
+        """Squared norm of each matrix's first moment, which a turn of the basis does not change: ``(B,)``."""
+        moments = [value for name, value in unit_state.items() if name.partition(".")[0] == "exp_avg"]
+        moments = moments or [value for name, value in unit_state.items() if name == "momentum_buffer"]
+        return sum((m.flatten(1).square().sum(1) for m in moments), torch.zeros(())) if moments else None
+
+    @abstractmethod
+    def condition(self, block: BlockState, d: int, group: Group) -> Tensor:
+        """Condition number of the factor of dimension ``d`` of each block, ``(N * count,)``, without a decomposition."""
 
     def block_flops(self, m: int, n: int, group: Group, products: int, refresh_products: int) -> int:
         """Floating-point operations of an ``m x n`` matrix in a step, averaged over a period.

@@ -252,6 +252,9 @@ class MuonRule(MatrixRule):
             return ortho.mul_(scale).to(out_dtype)
         return ortho.to(out_dtype) * scale
 
+    def update_gain(self, m: int, n: int, group: Group) -> float | None:
+        return update_scale(_compat(group).adjust_lr_fn or group["adjust_lr_fn"], m, n)
+
     def transform(
         self, x: Tensor, unit_state: dict[str, Tensor], group: Group, ok: Tensor | None, clock: Clock
     ) -> Tensor:

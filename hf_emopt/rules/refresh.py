@@ -167,6 +167,17 @@ class RefreshingRule(MatrixRule):
         start = self.first_round(group)
         return [rounds >= start for rounds in clock.rounds for _ in range(block.count)]
 
+    def refresh_age(self, rounds: int, slots: Sequence[int], group: Group) -> int | None:
+        start, delay = self.first_round(group), self.delay(group)
+        if rounds < start or not slots:
+            return None
+        ages = []
+        for slot in slots:
+            since = rounds - delay - start - (0 if group["refresh"] == "synchronous" else slot)
+            # Before a piece's own turn has come it has what all got in the first round.
+            ages.append(rounds - start if since < 0 else since % self.period(group) + delay)
+        return min(max(ages), rounds - start)
+
     def side(self, block: BlockState, d: int, chosen: Sequence[int], order: int) -> Side:
         """A side of some blocks. Their index on the device is kept, since they come back every period."""
         numbers, device = tuple(chosen), block.grads.device

@@ -18,6 +18,7 @@ from hf_emopt.linalg.failures import with_ladder
 from hf_emopt.linalg.inverse_root import RootSolver, inverse_root
 from hf_emopt.rules.base import Clock, Group
 from hf_emopt.rules.blocks import BlockState, Side, mode_product, unfold
+from hf_emopt.rules.conditioning import condition_of_root
 from hf_emopt.rules.kronecker import Gate, KroneckerRule, gate_of
 from hf_emopt.rules.refresh import Refreshed, Snapshot
 
@@ -223,6 +224,14 @@ class ShampooRule(KroneckerRule):
         buffer = state["momentum_buffer"]
         buffer.add_((update - (1.0 - mu) * buffer) * gate)  # mu * buffer + update, where the step counts
         return update.add(buffer, alpha=mu) if group["nesterov"] else buffer.clone()
+
+    def has_momentum(self, group: Group) -> bool:
+        return bool(group["betas"][0] or group["momentum"])
+
+    def condition(self, block: BlockState, d: int, group: Group) -> Tensor:
+        order = len(self.factored(block, group))
+        factor = self.snapshot(Side(block, d, (), None, order), group)["factor"]
+        return condition_of_root(factor, block.tensor("root", d), self.exponent(order, group))
 
     def cost(self, m: int, n: int, group: Group) -> int:
         # Factor and preconditioning are a product each; a root is some twenty products of its size, once a period.

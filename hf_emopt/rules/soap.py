@@ -18,6 +18,7 @@ from hf_emopt.linalg.eigenbasis import RefreshMethod, refresh_eigenbasis
 from hf_emopt.linalg.failures import with_ladder
 from hf_emopt.rules.base import Clock, Group
 from hf_emopt.rules.blocks import BlockState, Side, mode_product, unfold
+from hf_emopt.rules.conditioning import condition_in_basis, condition_of_spectrum
 from hf_emopt.rules.kronecker import Gate, KroneckerRule, gate_of
 from hf_emopt.rules.refresh import Refreshed, Snapshot
 
@@ -204,6 +205,11 @@ class SoapRule(KroneckerRule):
         return update * (cap / rms.clamp_min(cap))
 
     # ------------------------------------------------------------------ figures
+
+    def condition(self, block: BlockState, d: int, group: Group) -> Tensor:
+        if group["kl"]:
+            return condition_of_spectrum(block.tensor("eigenvalues", d))
+        return condition_in_basis(self.factor(block, d, group), block.tensor("basis", d))
 
     def cost(self, m: int, n: int, group: Group) -> int:
         # Projection, back-projection and factor are a product each; a refresh is some four products a side.

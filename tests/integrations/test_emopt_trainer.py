@@ -125,7 +125,7 @@ def test_logs_hold_rates_of_every_kind_of_group_and_skipped_steps(name: str, tmp
     for entry in logs:
         assert entry["lr/matrix"] == entry["learning_rate"]
         assert entry["lr/aux"] == pytest.approx(0.25 * entry["learning_rate"], rel=1e-9)
-    # A plain Trainer tells the callbacks that come after EmoptCallback, an EmoptTrainer all.
+    # A plain Trainer tells the callbacks that come after DefaultCallback, an EmoptTrainer all.
     assert all(("lr/aux" in entry) == (name == "EmoptTrainer") for entry in seen if "learning_rate" in entry)
 
 
@@ -180,7 +180,7 @@ def test_overlap_is_on_where_nothing_reads_parameters_in_between(change: dict[st
     settings = {"world_size": 2, "parallel_mode": ParallelMode.DISTRIBUTED, "torch_compile": False}
     trainer.args = SimpleNamespace(**{**settings, **change})
     trainer.is_fsdp_enabled, trainer.is_deepspeed_enabled = change.get("is_fsdp_enabled", False), False
-    known = [cls() for cls in (hf_emopt.integrations.transformers.EmoptCallback, *trainer_defaults())]
+    known = [cls() for cls in (hf_emopt.integrations.transformers.DefaultCallback, *trainer_defaults())]
     trainer.callback_handler = SimpleNamespace(
         callbacks=[*known, *([change["callback"]] if "callback" in change else [])]
     )

@@ -117,8 +117,8 @@ def test_registering_again_and_reloading_change_nothing() -> None:
     reloaded.register()
     reloaded.register()
     assert list(OptimizerNames) == before
-    assert [c.__name__ for c in trainer.DEFAULT_CALLBACKS].count("EmoptCallback") == 1
-    assert trainer.DEFAULT_CALLBACKS[-1] is reloaded.EmoptCallback
+    assert [c.__name__ for c in trainer.DEFAULT_CALLBACKS].count("DefaultCallback") == 1
+    assert trainer.DEFAULT_CALLBACKS[-1] is reloaded.DefaultCallback
     original = Trainer.get_optimizer_cls_and_kwargs.__hf_emopt__
     assert not hasattr(original, "__hf_emopt__")
     assert _OPTIMIZER_HANDLERS[OptimizerNames("muon")].__globals__ is vars(reloaded)
@@ -176,7 +176,7 @@ for name in [m for m in sys.modules if m.startswith("hf_emopt")]:
 import hf_emopt as second
 assert second.Muon is not first
 assert len(training_args.OptimizerNames) == count
-assert [c.__name__ for c in trainer.DEFAULT_CALLBACKS] == ["DefaultFlowCallback", "EmoptCallback"]
+assert [c.__name__ for c in trainer.DEFAULT_CALLBACKS] == ["DefaultFlowCallback", "DefaultCallback"]
 assert pick("muon")() is second.Muon and pick("emopt_normuon")() is second.NorMuon
 print("fine")
 """

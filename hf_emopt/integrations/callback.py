@@ -1,0 +1,129 @@
+"""Diagnostics in the logs of ``Trainer``: measured on steps that will be logged, and on no others."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
+from transformers.trainer_utils import IntervalStrategy
+from transformers.training_args import TrainingArguments
+from transformers.utils import logging
+
+from hf_emopt.diagnostics import Level, check_level
+from hf_emopt.integrations.registry import unwrap_optimizer
+from hf_emopt.matrix_optimizer import MatrixOptimizer
+
+__all__ = ["VARIABLE", "EmoptCallback", "MeasuringCallback", "level_of_environment"]
+
+logger = logging.get_logger("transformers.hf_emopt")
+
+VARIABLE = "EMOPT_DIAGNOSTICS"
+
+
+def level_of_environment() -> Level | None:
+    """The level that ``EMOPT_DIAGNOSTICS`` asks for.
+
+    Raises:
+        ValueError: for a value that is no level.
+    """
+    value = os.environ.get(VARIABLE, "").strip()
+    if not value:
+        return None
+    check_level(value, f"environment variable {VARIABLE}")
+    return value  # type: ignore[return-value]
+
+
+class MeasuringCallback(TrainerCallback):
+    """What measures where the optimizer has a level set: the default callback of every ``Trainer``, and the user's."""
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        # Not right before the optimizer's step: DeepSpeed takes it inside of backward.
+        optimizer = unwrap_optimizer(kwargs.get("optimizer"))
+        if optimizer is not None and optimizer._diagnostics.level is not None:
+            optimizer._diagnostics.values = {}
+            if _will_log(args, state, kwargs.get("train_dataloader")):
+                optimizer._diagnostics.start()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        # On all ranks, whatever a Trainer's log() does on some.
+        optimizer = unwrap_optimizer(kwargs.get("optimizer"))
+        if optimizer is not None and optimizer._diagnostics.watch is not None:
+            level = optimizer._diagnostics.level
+            assert level is not None
+            optimizer._diagnostics.read(optimizer, level)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        optimizer = unwrap_optimizer(kwargs.get("optimizer"))
+        if logs is not None and "learning_rate" in logs and optimizer is not None:
+            self.add_to_log(logs, state, self.metrics(optimizer))
+
+    def add_to_log(self, logs: dict[str, Any], state: TrainerState, metrics: dict[str, float]) -> None:
+        """Adds to a log on its way to the loggers, and to the history, which already has a copy of it."""
+        logs.update(metrics)
+        if state.log_history:
+            state.log_history[-1].update(metrics)
+
+    def metrics(self, optimizer: MatrixOptimizer) -> dict[str, float]:
+        """What belongs into the log of the last step."""
+        return optimizer._diagnostics.values
+
+
+class EmoptCallback(MeasuringCallback):
+    """Measures what the optimizer does, and puts the figures into the logs of ``Trainer``.
+
+    With ``Trainer(callbacks=[hf_emopt.EmoptCallback()])`` every reporter (TensorBoard, W&B, trackio, ...) and
+    ``trainer_state.json`` get them. Only steps that are logged are measured: on the device, with one transfer to the host.
+    Every rank measures what it holds; the first rank logs. The environment variable ``EMOPT_DIAGNOSTICS`` (``summary`` or
+    ``layers``) does the same for a script that is not edited. :mod:`hf_emopt.diagnostics` lists the figures.
+
+    Args:
+        level: ``"summary"``: figures by rule, and of the whole; ``"layers"``: those of every parameter too, which fill the
+            console as well.
+
+    Raises:
+        ValueError: for another level.
+    """
+
+    def __init__(self, level: Level = "summary") -> None:
+        check_level(level, "EmoptCallback: level")
+        self.level: Level = level
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Sets the level of the optimizer; warns where it is none of ours."""
+        optimizer = unwrap_optimizer(kwargs.get("optimizer"))
+        if optimizer is None:
+            logger.warning(
+                "EmoptCallback measures optimizers of hf_emopt, and this run trains with "
+                f'{type(kwargs.get("optimizer")).__name__}: write optim="muon", for instance, or leave the callback out.'
+            )
+            return
+        optimizer._diagnostics.level = self.level
+
+
+def _will_log(args: TrainingArguments, state: TrainerState, dataloader: Any) -> bool:
+    """Whether the step that begins will be logged, as ``DefaultFlowCallback`` decides after it."""
+    coming = state.global_step + 1
+    if coming == 1 and args.logging_first_step:
+        return True
+    if args.logging_strategy == IntervalStrategy.STEPS:
+        return bool(coming % max(1, int(state.logging_steps)) == 0)
+    if args.logging_strategy == IntervalStrategy.EPOCH:
+        try:
+            steps = max(1, math.ceil(len(dataloader) / args.gradient_accumulation_steps))
+        except TypeError:  # a stream has no length: its epoch ends where the run does
+            steps = state.max_steps
+        return coming % steps == 0 or coming == state.max_steps
+    return False

@@ -1,0 +1,132 @@
+"""Configuration files of Accelerate, DeepSpeed and ``Trainer``, asked before anything is launched what would be refused."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hf_emopt.integrations.launch import BLOCK, environment_of, split_config
+from hf_emopt.integrations.refusals import (
+    ACCELERATE_FIX,
+    TRAINER_FIX,
+    deepspeed_problem,
+    fsdp1_problem,
+    megatron_problem,
+)
+
+__all__ = ["kind_of_config", "problems_of_config"]
+
+_ACCELERATE = {"compute_environment", "distributed_type", BLOCK}
+_DEEPSPEED = {
+    "zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu", "optimizer", "gradient_accumulation_steps",
+    "bf16", "fp16", "zero_force_ds_cpu_optimizer",
+}  # fmt: skip
+_TRAINER = {"output_dir", "optim", "optim_args", "learning_rate", "fsdp", "fsdp_config", "deepspeed", "max_steps"}
+
+Content = Mapping[str, Any]
+
+
+def kind_of_config(content: Content, path: str | Path) -> str:
+    """``"accelerate"``, ``"trainer"`` or ``"deepspeed"``, by the keys.
+
+    Raises:
+        ValueError: when there is none of theirs.
+    """
+    keys = set(content)
+    if keys & _ACCELERATE:
+        return "accelerate"
+    if keys & (_TRAINER - _DEEPSPEED):
+        return "trainer"
+    if keys & _DEEPSPEED:
+        return "deepspeed"
+    raise ValueError(
+        f"{path} is no configuration of Accelerate (distributed_type: ...), of DeepSpeed (zero_optimization: ...) or of "
+        f"TrainingArguments (output_dir: ...); its keys are {', '.join(map(str, content)) or 'none'}"
+    )
+
+
+def problems_of_config(path: str | Path) -> tuple[str, list[str]]:
+    """The kind of a configuration file, and each setting that a run would be refused for, with its fix.
+
+    Args:
+        path: YAML or JSON.
+
+    Raises:
+        FileNotFoundError: there is no such file, or it names one that there is not.
+        ValueError: it cannot be read, or is no configuration.
+    """
+    block, content = split_config(path)
+    kind = kind_of_config(content if block is None else {**content, BLOCK: block}, path)
+    if kind == "deepspeed":
+        return kind, _some(deepspeed_problem("an optimizer of hf_emopt", content))
+    if kind == "trainer":
+        return kind, _of_trainer(content, path)
+    return kind, _of_accelerate(content, block, path)
+
+
+def _some(problem: str | None) -> list[str]:
+    return [] if problem is None else [problem]
+
+
+def _of_accelerate(content: Content, block: Any, path: str | Path) -> list[str]:
+    problems = []
+    if block is not None:
+        try:
+            environment_of(block, str(path))
+        except ValueError as error:
+            problems.append(str(error))
+    optim = block.get("optim") if isinstance(block, Mapping) else None
+    name = f"optim={optim!r}" if optim else "an optimizer of hf_emopt"
+    distributed = str(content.get("distributed_type", "NO")).upper()
+    if distributed == "MEGATRON_LM":
+        problems.append(megatron_problem(name))
+    if distributed == "FSDP":
+        fsdp = _mapping(content.get("fsdp_config"))
+        if int(fsdp.get("fsdp_version", 1)) == 1:
+            problems.append(fsdp1_problem(name, ACCELERATE_FIX))
+    if distributed == "DEEPSPEED":
+        problems += _some(
+            deepspeed_problem(name, _deepspeed_of_accelerate(_mapping(content.get("deepspeed_config")), path))
+        )
+    return problems
+
+
+def _deepspeed_of_accelerate(flags: Content, path: str | Path) -> Content:
+    """The DeepSpeed configuration that Accelerate reads from a file, or makes of its own keys."""
+    if flags.get("deepspeed_config_file"):
+        return _named_file(str(flags["deepspeed_config_file"]), path)
+    zero: dict[str, Any] = {"stage": flags.get("zero_stage", 2)}
+    for name in ("offload_optimizer", "offload_param"):
+        device = flags.get(f"{name}_device", "none")
+        if device not in (None, "none"):
+            zero[name] = {"device": device}
+    return {"zero_optimization": zero}
+
+
+def _of_trainer(content: Content, path: str | Path) -> list[str]:
+    name = f"optim={content['optim']!r}" if "optim" in content else "an optimizer of hf_emopt"
+    problems = []
+    fsdp = content.get("fsdp_config")
+    fsdp = _named_file(fsdp, path) if isinstance(fsdp, str) else _mapping(fsdp)
+    if int(fsdp.get("version", fsdp.get("fsdp_version", 2))) == 1:
+        problems.append(fsdp1_problem(name, TRAINER_FIX))
+    deepspeed = content.get("deepspeed")
+    if deepspeed:
+        config = _named_file(deepspeed, path) if isinstance(deepspeed, str) else _mapping(deepspeed)
+        problems += _some(deepspeed_problem(name, config))
+    return problems
+
+
+def _mapping(value: Any) -> Content:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _named_file(name: str, path: str | Path) -> Content:
+    """A file that a configuration names, from the working directory as a run would, else from beside the configuration."""
+    candidates = [Path(name), Path(path).parent / name, Path(path).parent / Path(name).name]
+    found = next((candidate for candidate in candidates if os.path.isfile(candidate)), None)
+    if found is None:
+        raise FileNotFoundError(f"{path} names {name}: no such file")
+    return split_config(found)[1]

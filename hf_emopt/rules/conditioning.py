@@ -1,0 +1,70 @@
+"""How badly conditioned a factor is, from what a rule has at hand: no decomposition is made for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "LARGEST_CONDITION",
+    "condition_in_basis",
+    "condition_of_root",
+    "condition_of_spectrum",
+    "largest_eigenvalue",
+]
+
+LARGEST_CONDITION = 1e12
+"""Condition numbers are reported up to this, so that they stay numbers where a factor is singular."""
+
+_ITERATIONS = 24
+_CHUNK_NUMEL = 2**24
+
+
+def condition_of_spectrum(eigenvalues: Tensor) -> Tensor:
+    """Largest over smallest of ``(N, d)``, at most :data:`LARGEST_CONDITION`; 1 for zeros."""
+    largest = eigenvalues.amax(-1)
+    ratio = largest / eigenvalues.amin(-1).clamp_min(largest / LARGEST_CONDITION)
+    return torch.where(largest > 0, ratio, 1.0)
+
+
+def condition_in_basis(factor: Tensor, basis: Tensor) -> Tensor:
+    """Condition of ``(N, d, d)`` factors, with the diagonal of ``Q^T A Q`` for their eigenvalues.
+
+    Exact for the factor that the basis was computed from; of a later one an underestimate.
+    """
+    ratios = []
+    for a, q in _chunks(factor, basis):
+        q = q.to(a.dtype)
+        ratios.append(condition_of_spectrum(((a @ q) * q).sum(-2)))
+    return torch.cat(ratios)
+
+
+def condition_of_root(factor: Tensor, root: Tensor, exponent: float) -> Tensor:
+    """Condition of ``A + eps I`` from ``A`` and its root ``R = (A + eps I)^(-exponent)``, both ``(N, d, d)``.
+
+    ``lambda_max(A) lambda_max(R)^(1 / exponent)``, each by power iteration, which underestimates a little.
+    """
+    ratios = []
+    for a, r in _chunks(factor, root):
+        inverse = (largest_eigenvalue(r.to(a.dtype)) ** (1.0 / exponent)).clamp(max=1e36)  # zeros times it are zeros
+        ratios.append((largest_eigenvalue(a) * inverse).clamp(1.0, LARGEST_CONDITION))
+    return torch.cat(ratios)
+
+
+def largest_eigenvalue(a: Tensor) -> Tensor:
+    """Of positive semidefinite ``(N, d, d)``, by power iteration from a fixed vector: ``(N,)``."""
+    d = a.shape[-1]
+    # No random numbers: a run is the same with and without them.
+    x = torch.sin(torch.arange(1, d + 1, device=a.device, dtype=a.dtype) * 12.9898).expand(a.shape[0], d).unsqueeze(-1)
+    tiny = torch.finfo(a.dtype).tiny
+    for _ in range(_ITERATIONS):
+        x = a @ (x / torch.linalg.vector_norm(x, dim=-2, keepdim=True).clamp_min(tiny))
+    return torch.linalg.vector_norm(x, dim=(-2, -1))
+
+
+def _chunks(first: Tensor, second: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Runs of blocks of bounded size."""
+    blocks = max(1, _CHUNK_NUMEL // max(1, first.shape[-1] ** 2))
+    yield from zip(first.split(blocks), second.split(blocks))

@@ -1,0 +1,102 @@
+"""How long a step waits for collectives: the part of communication that nothing hides."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_emopt.distributed.exchange import Arrival, Exchange
+
+__all__ = ["Stopwatch"]
+
+
+class Stopwatch:
+    """Adds up waits: by events of the current stream on an accelerator, by the clock on the CPU.
+
+    An event is recorded before the stream waits for a collective and one after, so that what lies between them is what the
+    collective takes longer than the work queued before. The host waits for neither.
+    """
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._spans: list[tuple[Any, Any]] = []
+
+    @contextmanager
+    def running(self, device: torch.device) -> Iterator[None]:
+        """Counts the time inside, of a device's current stream."""
+        if device.type == "cpu":
+            start = time.perf_counter()
+            yield
+            self._seconds += time.perf_counter() - start
+            return
+        before, after = (torch.Event(device.type, enable_timing=True) for _ in range(2))
+        before.record()
+        yield
+        after.record()
+        self._spans.append((before, after))
+
+    def reduction(self, reduce: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """A collective that is waited for at once, with this watch around it."""
+
+        def timed(tensor: Tensor, **options: Any) -> Tensor:
+            with self.running(tensor.device):
+                return reduce(tensor, **options)
+
+        return timed
+
+    def exchange(self, exchange: Exchange) -> Exchange:
+        """The same exchange, whose arrivals are waited for with this watch running."""
+        timed = copy.copy(exchange)
+        timed.__class__ = _TimedExchange
+        timed.stopwatch = self  # type: ignore[attr-defined]
+        return timed
+
+    def take(self) -> float:
+        """Seconds since the last call. The device must have come past the waits: read a result of the step first.
+
+        Waits whose end the device has not reached yet are left for the next call.
+        """
+        total, self._seconds = self._seconds, 0.0
+        left = []
+        for before, after in self._spans:
+            if after.query():
+                total += before.elapsed_time(after) / 1e3
+            else:
+                left.append((before, after))
+        self._spans = left
+        return total
+
+
+@dataclass
+class _TimedArrival(Arrival):
+    stopwatch: Stopwatch | None = None
+
+    def wait(self) -> Tensor:
+        if self.stopwatch is None or not self.works:
+            return super().wait()
+        with self.stopwatch.running(self.buffer.device):
+            return super().wait()
+
+
+class _TimedExchange(Exchange):
+    stopwatch: Stopwatch
+
+    def _timed(self, arrival: Arrival) -> Arrival:
+        return _TimedArrival(arrival.buffer, arrival.works, arrival.keep, self.stopwatch)
+
+    def send_packed(self, buffer: Tensor) -> Arrival:
+        return self._timed(super().send_packed(buffer))
+
+    def give(self, *args: Any, **kwargs: Any) -> Arrival:
+        return self._timed(super().give(*args, **kwargs))
+
+    def share(self, arrival: Arrival) -> Arrival:
+        shared = super().share(arrival)
+        return arrival if shared is arrival else self._timed(shared)
