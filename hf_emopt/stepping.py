@@ -498,9 +498,11 @@ def _step_own_parts(engine: Engine, group_index: int, group: Group, params: list
     ok, generator = engine.ok_on(device), engine.generator(group_index, group, device)
     noise = engine.noise(group_index, group, device, 0, AUX_PIECES + 1 + number)
     args = (device, lambda key: True, state_dtype(params[0]), group, ok, noise, fetched.early)
-    with engine.lender.lent(("own", group_index, number), states, *args) as lent:
-        with nullcontext() if watch is None else watch.own(group, params, weights, lent):
-            adamw_step(weights, grads, lent, group, ok, generator)
+    with (
+        engine.lender.lent(("own", group_index, number), states, *args) as lent,
+        nullcontext() if watch is None else watch.own(group, params, weights, lent),
+    ):
+        adamw_step(weights, grads, lent, group, ok, generator)
     fetched.store()
 
 
