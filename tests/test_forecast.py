@@ -304,6 +304,7 @@ def test_what_does_not_fit_is_said(folder: str, capsys: pytest.CaptureFixture[st
         (["--layout", "ddp", "--network-gbytes", "0"], "--network-gbytes 0.0 must be above 0"),
         (["--layout", "ddp", "--tokens-per-gpu", "0"], "--tokens-per-gpu 0 must be at least 1"),
         (["--model", "other"], "give one model"),
+        (["--layout", "ddp", "--optim_args", "offload_state=cpu"], "leave it out of --optim_args"),
     ],
 )
 def test_bad_input_says_what_to_do(

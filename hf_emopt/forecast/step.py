@@ -126,8 +126,13 @@ def forecast(
         max_bucket_numel: see :func:`~hf_emopt.distributed.plan.make_plan`.
 
     Raises:
-        ValueError: when layout and model do not fit.
+        ValueError: when layout and model do not fit, or state is offloaded, whose time is not modelled.
     """
+    if optimizer.offload_state is not None:
+        raise ValueError(
+            f"offload_state={optimizer.offload_state!r}: there is no model of the time that state takes from the host; leave "
+            "it out of --optim_args, and take its bytes from the GPU's memory"
+        )
     placed = place(optimizer, layout, model, max_bucket_numel)
     world = layout.world_size
     buckets, copies = bucket_amounts(placed.plan, world), bucket_amounts(placed.aux_plan, world)

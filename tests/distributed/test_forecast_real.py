@@ -119,10 +119,12 @@ def test_memory_and_plan_are_those_of_four_ranks(worlds: Any, rule: str, layout:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("rule", RULES)
-def test_memory_is_that_of_one_process(rule: str, dtype: str) -> None:
+def test_memory_is_that_of_one_process(rule: str, state_dtype: str, dtype: str) -> None:
     model = llama("cpu", dtype)
-    optimizer = build(model, rule)
+    cls, options = RULES[rule]
+    optimizer = cls(model, **options, state_dtype=state_dtype)  # type: ignore[arg-type]
     placed = place(optimizer, Layout("ddp", 1))
     predicted = float(memory(optimizer, placed).state.max())
     for p in model.parameters():
