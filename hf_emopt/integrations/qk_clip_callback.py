@@ -61,10 +61,16 @@ class QKClipCallback(TrainerCallback):
         """Finds queries and keys.
 
         Raises:
-            ValueError: under DeepSpeed, context or sequence parallelism; where queries or keys come of adapters; and see
+            ValueError: under DeepSpeed, context or sequence parallelism; with ``torch_compile`` unless ``every`` is 1; where
+                queries or keys come of adapters; and see
                 :class:`hf_emopt.MaxLogits`.
         """
         _refuse(args)
+        if args.torch_compile and self.every > 1:
+            raise ValueError(
+                f"QKClipCallback(every={self.every}): a graph that torch_compile makes in a step without measuring measures "
+                "nothing later; use every=1, or train without torch_compile"
+            )
         self._stop()
         recorder = MaxLogits(kwargs["model"], self.mode, modules=self.modules, training_only=True)
         adapted = [name for name, query_key in recorder.found.items() if query_key.adapted]
