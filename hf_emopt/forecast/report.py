@@ -52,7 +52,9 @@ def sources(machine: Machine, world_size: int, optimizers: Sequence[MatrixOptimi
         same = gpu.tf32 == GPUS["h200"].tf32 and gpu.bf16 == sheet
         # Fitted with TF32 products; what runs in float32 is scaled.
         same = same and all(g.get("matmul_precision", "tf32") == "tf32" for o in optimizers for g in o.param_groups)
-        found["refreshes"] = "measured on an H200, sides of 2048" + ("" if same else "; extrapolated by the rate of the products")
+        found["refreshes"] = "measured on an H200, sides of 2048" + (
+            "" if same else "; scaled by the rate: extrapolated"
+        )
     if world_size > MEASURED_RANKS:
         found["step"] = f"extrapolated: steps were measured on up to {MEASURED_RANKS} GPUs, here are {world_size}"
     return found
