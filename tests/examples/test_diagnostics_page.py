@@ -15,7 +15,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = (
     "--max_steps 2 --logging_steps 1 --eval_steps 2 --block_size 32 --vocab_size 300 --max_eval_blocks 4 --use_cpu True "
-    "--max_train_blocks 64 --config_overrides hidden_size=32,intermediate_size=64,num_hidden_layers=2,num_attention_heads=2,"
+    "--max_train_blocks 64 --held_out_every 5 "
+    "--config_overrides hidden_size=32,intermediate_size=64,num_hidden_layers=2,num_attention_heads=2,"
     "num_key_value_heads=2,head_dim=16"
 )  # fmt: skip
 
