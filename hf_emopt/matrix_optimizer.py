@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 import weakref
 from collections import defaultdict
@@ -39,12 +38,10 @@ from hf_emopt.routing.adapters import LoraMode
 from hf_emopt.routing.route import ParameterRoute, RouteTable, coverage_warning
 from hf_emopt.routing.unit import Unit
 from hf_emopt.rules.base import Group, MatrixRule
-from hf_emopt.rules.elementwise import validate_adamw
-from hf_emopt.rules.masters import LOW_PRECISION_WEIGHTS
-from hf_emopt.rules.moments import STATE_DTYPES, require_library
 from hf_emopt.state import STATE_VERSION
 from hf_emopt.stepping import Task, pipeline, step_aux_bucket, step_bucket, step_own_aux
 from hf_emopt.stored import OffloadState, check_state_options, describe_memory
+from hf_emopt.validation import no_matrices_message, offload_place, transport_name, validate_group
 
 __all__ = ["MatrixOptimizer"]
 
@@ -109,12 +106,10 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._modes = ModeOverrides(tensor_parallel_modules, rule.tensor_parallel_modes)
         self._choices: list[Choice] = []
         self.skip_nonfinite = skip_nonfinite
-        self.transport_dtype = _transport(transport_dtype)
+        self.transport_dtype = transport_name(transport_dtype)
         self.overlap_param_gather = overlap_param_gather
         self.process_group = process_group
-        self.offload_state = offload_state
-        if offload_state not in (None, "cpu"):
-            raise ValueError(f"offload_state={offload_state!r} must be 'cpu', or None for state beside the parameters")
+        self.offload_state = offload_place(offload_state)
         if overlap_param_gather and not isinstance(params, nn.Module):
             raise ValueError("overlap_param_gather=True puts hooks on the model: pass the model as params")
         self._model = weakref.ref(params) if isinstance(params, nn.Module) else None
@@ -157,7 +152,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         super().__init__(groups, {"lr": matrix_defaults["lr"], "weight_decay": matrix_defaults["weight_decay"]})
         self._routes = list(table)
         if not table.matrices and not allow_no_matrices:
-            raise ValueError(_no_matrices_message(table, rule.name, self.matrix_option))
+            raise ValueError(no_matrices_message(table, rule.name, self.matrix_option))
         self._modes.check_matched([route.name for route in table.matrices])
         message = coverage_warning(table) if table.matrices else None
         if message:
@@ -173,7 +168,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         else:  # a group of the user's, or a copy of one of ours
             complete, routes = self._builder.from_group(param_group)
         for group in complete:
-            self._validate(group)
+            validate_group(group, self.rule, self.param_groups, self.defaults)
             super().add_param_group(group)
         self._routes.extend(routes)
         self._planned_for = ()
@@ -200,48 +195,6 @@ class MatrixOptimizer(torch.optim.Optimizer):
             raise ValueError("the optimizer was built from parameters, so it knows no model: pass the model")
         self.synchronize()
         return refresh(self, model)
-
-    def _validate(self, group: Group) -> None:
-        for key in ("lr", "weight_decay"):
-            value = group[key]
-            if not isinstance(value, (int, float, Tensor)) or not 0.0 <= float(value) < math.inf:
-                prefix = "aux_" if group["kind"] == "aux" and value is not self.defaults[key] else ""
-                raise ValueError(f"{prefix}{key}={value!r} must be a finite number that is not negative")
-        known = {name for other in self.param_groups for name in other["param_names"]}
-        for name, _ in group["params"]:
-            if name in known:
-                raise ValueError(
-                    f"two parameters are named {name!r}; names identify state in checkpoints, so make them unique"
-                )
-        group["state_dtype"] = {"8bit": "int8", "bf16": "bfloat16", "fp32": "float32"}.get(
-            group["state_dtype"], group["state_dtype"]
-        )
-        if group["state_dtype"] not in STATE_DTYPES:
-            raise ValueError(f"state_dtype={group['state_dtype']!r} is not one of {', '.join(STATE_DTYPES)}")
-        if group["state_dtype"] == "int8" and any(param.device.type != "meta" for _, param in group["params"]):
-            require_library()
-        if group["low_precision_weights"] == "stochastic" or group["state_dtype"] == "bfloat16":
-            group.setdefault("rounding_seed", 0)  # from the start: torch.distributed.checkpoint knows live keys only
-        if group["low_precision_weights"] not in LOW_PRECISION_WEIGHTS:
-            raise ValueError(
-                f"low_precision_weights={group['low_precision_weights']!r} is not one of {', '.join(LOW_PRECISION_WEIGHTS)}"
-            )
-        for name, param in group["params"]:
-            if not param.dtype.is_floating_point:
-                raise ValueError(f"{name} has dtype {param.dtype}; only real floating-point parameters can be trained")
-            if group["low_precision_weights"] == "stochastic" and param.dtype is torch.float16:
-                raise ValueError(
-                    f"{name} is float16, and low_precision_weights='stochastic' rounds to bfloat16; use 'split'"
-                )
-        if group["kind"] == "matrix":
-            if group["tensor_parallel"] not in self.rule.tensor_parallel_modes:
-                raise ValueError(
-                    f"tensor_parallel={group['tensor_parallel']!r} is none of the modes of {self.rule.name}: "
-                    f"{', '.join(self.rule.tensor_parallel_modes)}"
-                )
-            self.rule.validate(group)
-        else:
-            validate_adamw(group)
 
     @property
     def routes(self) -> RouteTable:
@@ -550,29 +503,3 @@ class MatrixOptimizer(torch.optim.Optimizer):
             "_diagnostics": Diagnostics(),
             "process_group": self.process_group if self.process_group in (None, "self") else LOST,
         }
-
-
-def _transport(dtype: torch.dtype | str | None) -> str | None:
-    """The wire's dtype by name, checked."""
-    name = None if dtype is None else str(dtype).removeprefix("torch.")
-    name = {"bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}.get(name or "", name)
-    if name not in (None, "bfloat16", "float32", "float64"):
-        raise ValueError(
-            f"transport_dtype={dtype!r} must be bfloat16, float32 or float64, or None for the device's default"
-        )
-    return name
-
-
-def _no_matrices_message(table: RouteTable, rule: str, matrix_option: str) -> str:
-    shown = "\n".join(f"  {r.name} {r.shape}: {r.reason}" for r in list(table)[:8])
-    flat = all(len(r.shape) < 2 for r in table)
-    hint = (
-        " Every parameter is one-dimensional: FSDP1 and ZeRO flatten parameters; create the optimizer from the model "
-        "before it is wrapped, under FSDP2 or DDP."
-        if flat
-        else ""
-    )
-    return (
-        f"no trainable parameter is a matrix for {rule}, so everything would be trained by AdamW.{hint} Name the matrices "
-        f"with {matrix_option}, or pass allow_no_matrices=True if AdamW alone is meant. Trainable parameters:\n{shown}"
-    )
