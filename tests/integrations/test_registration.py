@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import importlib
 import json
 import os
 import pickle
@@ -15,13 +14,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import HfArgumentParser, Seq2SeqTrainingArguments, Trainer, TrainingArguments, trainer
+from transformers import HfArgumentParser, Seq2SeqTrainingArguments, Trainer, TrainingArguments
 from transformers.trainer_optimizer import _OPTIMIZER_HANDLERS
 from transformers.training_args import OptimizerNames
 
 import hf_emopt
 from hf_emopt.integrations import enum_members
-from hf_emopt.integrations import transformers as integration
 
 NAMES = ["muon", "normuon", "emopt_muon", "emopt_normuon"]
 CLASSES = {name: hf_emopt.NorMuon if "nor" in name else hf_emopt.Muon for name in NAMES}
@@ -110,18 +108,32 @@ def test_unknown_name_is_still_refused(tmp_path: Path) -> None:
         arguments(tmp_path, optim="muom")
 
 
+RELOADED = """
+import importlib
+import hf_emopt
+import hf_emopt.integrations.transformers as integration
+from transformers import Trainer, trainer
+from transformers.trainer_optimizer import _OPTIMIZER_HANDLERS
+from transformers.training_args import OptimizerNames
+before = list(OptimizerNames)
+hf_emopt.register()
+reloaded = importlib.reload(integration)
+reloaded.register()
+reloaded.register()
+assert list(OptimizerNames) == before
+assert [c.__name__ for c in trainer.DEFAULT_CALLBACKS].count("DefaultCallback") == 1
+assert trainer.DEFAULT_CALLBACKS[-1] is reloaded.DefaultCallback
+original = Trainer.get_optimizer_cls_and_kwargs.__hf_emopt__
+assert not hasattr(original, "__hf_emopt__")
+assert _OPTIMIZER_HANDLERS[OptimizerNames("muon")].__globals__ is vars(reloaded)
+print("fine")
+"""
+
+
 def test_registering_again_and_reloading_change_nothing() -> None:
-    before = list(OptimizerNames)
-    hf_emopt.register()
-    reloaded = importlib.reload(integration)
-    reloaded.register()
-    reloaded.register()
-    assert list(OptimizerNames) == before
-    assert [c.__name__ for c in trainer.DEFAULT_CALLBACKS].count("DefaultCallback") == 1
-    assert trainer.DEFAULT_CALLBACKS[-1] is reloaded.DefaultCallback
-    original = Trainer.get_optimizer_cls_and_kwargs.__hf_emopt__
-    assert not hasattr(original, "__hf_emopt__")
-    assert _OPTIMIZER_HANDLERS[OptimizerNames("muon")].__globals__ is vars(reloaded)
+    """In a process of its own: a reloaded module has other classes than those that other modules have imported."""
+    done = run_python(RELOADED)
+    assert done.stdout.strip() == "fine", done.stderr
 
 
 def test_training_args_bin_loads_where_the_package_is_absent(tmp_path: Path) -> None:

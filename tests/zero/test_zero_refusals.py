@@ -132,14 +132,19 @@ def test_muon_of_deepspeed_is_refused_where_it_clips_the_update(name: str | None
         refuse_native_muon(engine)
 
 
-def test_accelerate_does_not_replace_the_optimizer() -> None:
+def test_accelerate_does_not_replace_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours is refused; every other goes to Accelerate's own function, which makes an Adam of it."""
     model = small()
+    # A stand-in for the class: to build it would compile an operator.
+    monkeypatch.setattr("deepspeed.ops.adam.DeepSpeedCPUAdam", lambda groups, **options: (groups, options))
     with pytest.raises(
         ValueError, match=r'Muon under DeepSpeed: .*DeepSpeedCPUAdam.*"zero_force_ds_cpu_optimizer": false'
     ):
         accelerate.accelerator.map_pytorch_optim_to_deepspeed(hf_emopt.Muon(model))
-    other = torch.optim.SGD(model.parameters(), lr=0.1)  # which has no counterpart: nothing is compiled
-    assert accelerate.accelerator.map_pytorch_optim_to_deepspeed(other) is other
+    other = torch.optim.AdamW(model.parameters(), lr=0.1)
+    groups, options = accelerate.accelerator.map_pytorch_optim_to_deepspeed(other)
+    assert groups is other.param_groups
+    assert options == {"lr": 0.1, "weight_decay": 0.01, "adamw_mode": True}
 
 
 def small() -> nn.Module:
