@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hf_emopt.bench.products import compare_products, report_products
-from hf_emopt.bench.timing import device_facts, graphed, time_ms
+from hf_emopt.bench.timing import Shape, device_facts, graphed, time_ms
 from hf_emopt.linalg.coefficients import ResolvedCoefficients, resolve_coefficients
 from hf_emopt.linalg.newton_schulz import newton_schulz
 from hf_emopt.linalg.triton import configs, runtime
@@ -26,7 +26,6 @@ from hf_emopt.linalg.triton.configs import Config, Entry
 
 __all__ = ["SHAPES", "compare", "exact", "plot", "report", "run", "tune"]
 
-Shape = tuple[int, int, int]
 SHAPES: tuple[Shape, ...] = (
     (12, 768, 3072),
     (24, 1024, 4096),

@@ -9,27 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_emopt.bench.timing import graphed, time_ms
+from hf_emopt.bench.timing import Shape, graphed, time_ms
 from hf_emopt.linalg.symmetric import syrk
 
-__all__ = ["PRODUCT_SHAPES", "compare_products", "report_products"]
+__all__ = ["compare_products", "report_products"]
 
-Shape = tuple[int, int, int]
 Product = Callable[[Tensor], Tensor]
-PRODUCT_SHAPES: tuple[Shape, ...] = (
-    (12, 768, 3072),
-    (24, 1024, 4096),
-    (1, 2048, 2048),
-    (16, 2048, 2048),
-    (1, 2048, 8192),
-    (1, 4096, 4096),
-    (8, 4096, 4096),
-    (1, 4096, 11008),
-    (1, 4096, 14336),
-    (1, 8192, 8192),
-    (1, 8192, 28672),
-    (128, 768, 2048),
-)
 _SHORT_FLOPS = 1.5e11
 
 
@@ -91,9 +76,7 @@ def _attempt(product: Product, x: Tensor, reference: Tensor, repeat_ms: float) -
         return {"failed": f"{type(problem).__name__}: {problem}"[:200]}
 
 
-def compare_products(
-    shapes: Sequence[Shape] = PRODUCT_SHAPES, *, repeat_ms: float = 30.0, rounds: int = 3
-) -> list[dict[str, Any]]:
+def compare_products(shapes: Sequence[Shape], *, repeat_ms: float = 30.0, rounds: int = 3) -> list[dict[str, Any]]:
     """Median ms of ``X X^T`` in bfloat16, L2 cleared between calls of long ones, of all implementations in turn: ``rounds``
     medians each, of which the middle one counts. ``{"shape", "implementations": {name: {"ms", "error"}}}`` a row."""
     peers = {name: make() for name, (module, make) in _PEERS.items() if importlib.util.find_spec(module) is not None}

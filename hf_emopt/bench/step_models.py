@@ -65,39 +65,21 @@ def check_layout(layout: str, world_size: int, replicas: int, tp_size: int) -> N
 
 
 def build_model(name: str, device: torch.device, trust_remote_code: bool = False) -> nn.Module:
-    """A language model with random float32 weights, whole on ``device`` and in training mode.
+    """A language model with random float32 weights, the same in every process, whole on ``device`` and in training mode.
 
     Args:
-        name: a key of :data:`MODELS`, or what :func:`~hf_emopt.integrations.meta_model.load_meta_model` takes.
+        name: a key of :data:`MODELS`, or what :func:`~hf_emopt.integrations.random_model.random_language_model` takes.
 
     Raises:
+        FileNotFoundError: when a path does not lead to a configuration.
         ValueError: when there is no such model, or it is no causal language model.
     """
-    import transformers
-
-    from hf_emopt.integrations.meta_model import load_config
+    from hf_emopt.integrations.random_model import random_language_model
 
     torch.manual_seed(0)
-    if name in MODELS:
-        sizes = {"vocab_size": 32000, **MODELS[name]}
-        config: Any = transformers.LlamaConfig(
-            max_position_embeddings=4096, tie_word_embeddings=False, use_cache=False, **sizes
-        )
-    else:
-        config = load_config(name, trust_remote_code)
-        config.use_cache = False
-    try:
-        with torch.device(device):
-            model = transformers.AutoModelForCausalLM.from_config(
-                config, dtype=torch.float32, trust_remote_code=trust_remote_code
-            )
-    except ValueError as error:
-        raise ValueError(
-            f"{name} is no causal language model ({str(error).splitlines()[0]}): a step is timed on input_ids and labels; "
-            f"give such a configuration, or one of {', '.join(MODELS)}"
-        ) from error
-    model.train()
-    return model  # type: ignore[no-any-return]
+    if name not in MODELS:
+        return random_language_model(name, device, trust_remote_code)
+    return random_language_model({"vocab_size": 32000, "max_position_embeddings": 4096, **MODELS[name]}, device)
 
 
 def lay_out(model: nn.Module, layout: str, device: torch.device, replicas: int = 2, tp_size: int = 2) -> Laid:

@@ -7,7 +7,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["device_facts", "graphed", "time_ms"]
+__all__ = ["Shape", "device_facts", "graphed", "time_ms"]
+
+Shape = tuple[int, int, int]
+"""Number of matrices, rows, columns."""
 
 # Larger than any L2 cache so far.
 _CACHE_BYTES = 256 * 2**20
