@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
+KINDS = {".py", ".json", ".css", ".js", ".typed"}  # Path("py.typed").suffix is ".typed"
 
 
 @pytest.fixture(scope="module")
@@ -35,12 +36,10 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_wheel_has_every_module_and_the_tables(wheel: Path) -> None:
+def test_wheel_has_every_module_and_what_lies_beside_them(wheel: Path) -> None:
     packed = set(zipfile.ZipFile(wheel).namelist())
-    wanted = {str(path.relative_to(ROOT)) for path in (ROOT / "hf_emopt").rglob("*.py")}
-    wanted |= {str(path.relative_to(ROOT)) for path in (ROOT / "hf_emopt").rglob("tables/*.json")} | {
-        "hf_emopt/py.typed"
-    }
+    wanted = {str(path.relative_to(ROOT)) for path in (ROOT / "hf_emopt").rglob("*") if path.suffix in KINDS}
+    assert {Path(name).suffix for name in wanted} == KINDS
     assert wanted <= packed
     assert not [name for name in packed if name.startswith(("tests/", "benchmarks/", "examples/", "docs/"))]
 
