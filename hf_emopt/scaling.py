@@ -12,13 +12,11 @@ from hf_emopt.distributed.layout import Grid, grid_of, local_tensor, slices, sto
 from hf_emopt.distributed.plan import Segment
 from hf_emopt.engine import Engine
 from hf_emopt.matrix_optimizer import MatrixOptimizer
-from hf_emopt.rules.masters import load_weights, needs_master, store_weights
+from hf_emopt.rules.masters import WEIGHT_STATE, load_weights, needs_master, store_weights
 
 __all__ = ["scale_slices"]
 
 State = dict[str, Tensor]
-
-_MASTERS = ("master_weight", "weight_low_bits", "weight_compensation")
 
 
 @torch.no_grad()
@@ -58,7 +56,7 @@ def scale_slices(
         return
     grid = grid_of(name, param, "self")
     storage, local = storage_of(param, grid), local_tensor(param)
-    mine = {key: local_tensor(state[key]) for key in _MASTERS if key in state}
+    mine = {key: local_tensor(state[key]) for key in WEIGHT_STATE if key in state}
     for box, place in storage.held(grid.shard):
         where = slices(place)
         part = {key: value[where] for key, value in mine.items()}
@@ -94,7 +92,7 @@ def _scale_owned(
         whole = segment.shape == tuple(param.shape)
         part = {
             key: state[key] if whole else state[key].narrow(segment.dim, offset, length)
-            for key in _MASTERS
+            for key in WEIGHT_STATE
             if key in state
         }
         offset += length

@@ -14,6 +14,7 @@ from hf_emopt.distributed.layout import whole_numel, whole_shape
 from hf_emopt.groups import STRUCTURAL_KEYS, unpack_units
 from hf_emopt.routing.unit import Unit
 from hf_emopt.rules.base import Group, state_dtype
+from hf_emopt.rules.masters import WEIGHT_STATE
 from hf_emopt.rules.moments import converted
 from hf_emopt.stored import elementwise_state, is_weight_state, unit_state
 
@@ -177,7 +178,7 @@ def _check_kinds(
 
 
 def _check_shapes(name: str, param: Tensor, entry: dict[str, Any]) -> None:
-    for key in ("momentum_buffer", "exp_avg", "exp_avg_sq", "weight_low_bits", "master_weight", "weight_compensation"):
+    for key in ("momentum_buffer", "exp_avg", "exp_avg_sq", *WEIGHT_STATE):
         value = entry.get(key)
         if torch.is_tensor(value) and tuple(value.shape) != whole_shape(param):
             raise ValueError(

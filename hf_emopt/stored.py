@@ -20,7 +20,7 @@ from hf_emopt.groups import unpack_units
 from hf_emopt.offload import StateOffload, home_of
 from hf_emopt.rules.base import Group, MatrixRule
 from hf_emopt.rules.elementwise import init_adamw_state
-from hf_emopt.rules.masters import init_weight_state
+from hf_emopt.rules.masters import WEIGHT_STATE, init_weight_state
 from hf_emopt.rules.moments import is_coded, is_moment, is_scale, packed_like, scale_shape, unpacked, update_packed
 
 __all__ = [
@@ -40,8 +40,6 @@ __all__ = [
 State = dict[str, Tensor]
 
 OffloadState = Literal["cpu"]
-
-WEIGHT_STATE = ("weight_low_bits", "master_weight", "weight_compensation")
 
 
 def check_state_options(rule: MatrixRule, groups: Sequence[Group], offload_state: str | None) -> None:

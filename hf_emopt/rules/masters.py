@@ -29,6 +29,7 @@ from torch import Tensor
 
 __all__ = [
     "LOW_PRECISION_WEIGHTS",
+    "WEIGHT_STATE",
     "LowPrecisionWeights",
     "init_weight_state",
     "load_weights",
@@ -39,6 +40,9 @@ __all__ = [
 
 LowPrecisionWeights = Literal["split", "master", "kahan", "stochastic", "none"]
 LOW_PRECISION_WEIGHTS: tuple[str, ...] = ("split", "master", "kahan", "stochastic", "none")
+
+WEIGHT_STATE = ("weight_low_bits", "master_weight", "weight_compensation")
+"""Entries of state that keep what a 16-bit weight cannot hold."""
 
 _LOW = (torch.bfloat16, torch.float16)
 
