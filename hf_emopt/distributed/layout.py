@@ -421,6 +421,8 @@ def _runs(index: list[int]) -> list[tuple[int, int]]:
 
 def local_tensor(tensor: Tensor) -> Tensor:
     """The part that this rank holds, sharing memory; the tensor itself where it is plain."""
+    if type(tensor) in (Tensor, torch.nn.Parameter):  # most are, and this is asked of every tensor in every step
+        return tensor
     if isinstance(tensor, Partition):
         return tensor.local
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

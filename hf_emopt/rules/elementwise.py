@@ -61,11 +61,11 @@ def adamw_step(
         orders = [_memory_order(w) for w in weights]
         moments = [[s[key] for s in states] for key in ("exp_avg", "exp_avg_sq")]
         changed = [*weights, *moments[0], *moments[1]]
-        rows = [t.permute(order).contiguous() for t, order in zip(changed, orders * 3)]
+        rows = [_in_order(t, order) for t, order in zip(changed, orders * 3)]
         count = len(weights)
         adamw(
             rows[:count],
-            [g.to(w.dtype).permute(order).contiguous() for g, w, order in zip(grads, weights, orders)],
+            [_in_order(g.to(w.dtype), order) for g, w, order in zip(grads, weights, orders)],
             rows[count : 2 * count],
             rows[2 * count :],
             [],
@@ -81,15 +81,23 @@ def adamw_step(
             maximize=False,
         )
         for tensor, row, order in zip(changed, rows, orders * 3):
-            if row.data_ptr() != tensor.data_ptr():
-                tensor.permute(order).copy_(row)
+            if row is not tensor and row.data_ptr() != tensor.data_ptr():
+                (tensor if order is None else tensor.permute(order)).copy_(row)
     store_weights(params, weights, states, policy, generator)
 
 
-def _memory_order(tensor: Tensor) -> tuple[int, ...]:
-    """Dimensions from the slowest to the fastest in memory, in which a dense tensor of any format is contiguous."""
+def _memory_order(tensor: Tensor) -> tuple[int, ...] | None:
+    """Dimensions from the slowest to the fastest in memory, in which a dense tensor of any format is contiguous; ``None``
+    where they are in that order already."""
+    if tensor.is_contiguous():
+        return None
     strides = tensor.stride()
     return tuple(sorted(range(tensor.dim()), key=lambda d: (-strides[d], d)))
+
+
+def _in_order(tensor: Tensor, order: tuple[int, ...] | None) -> Tensor:
+    """Contiguous with its dimensions in an order; the tensor itself where it is that."""
+    return (tensor if order is None else tensor.permute(order)).contiguous()
 
 
 def _moonlight_adamw(
