@@ -1,21 +1,24 @@
 """Steps and seconds to a loss: a small Llama from scratch under several optimizers, with a learning-rate sweep of each.
 
-    python benchmarks/convergence.py tokens runs/stdlib.npz          # once: tokenize the standard library
-    python benchmarks/convergence.py run runs/stdlib.npz --out runs/convergence.json \\
-        --point adamw:1e-3,2e-3,4e-3 --point muon:4e-3,8e-3,1.6e-2 --point soap:1e-3,2e-3,4e-3
-    python benchmarks/convergence.py run runs/stdlib.npz --out runs/convergence.json --best-seeds 1 2
+    python benchmarks/convergence.py tokens runs/stdlib.npz          # once: the standard library, or --texts FOLDER
+    python benchmarks/convergence.py run runs/stdlib.npz --out runs/convergence.json --seeds 1 2 \\
+        --search adamw:400:2e-3 --search muon:180:8e-3 --search soap:200:4e-3 --lengths muon:160,200
     python benchmarks/convergence.py render runs/convergence.json --png docs/convergence.png
 
-Every run has the same initial weights and the same batches for a seed, the same schedule (warm-up, then cosine to a
-tenth), and is evaluated on the same held-out blocks at every twentieth of the run. A finished run is written to the JSON at
+Every run has the same initial weights and the same batches for a seed, a schedule of its own length (warm-up, then cosine to
+a tenth), and is evaluated on the same held-out blocks at every twentieth of it. A finished run is written to the JSON at
 once, and one that is there under the same settings is not run again. With a matrix optimizer each run checks that every
-matrix was transformed once a step. "steps to AdamW" is where the held-out curve of a run first reaches the final loss of
-the best AdamW of the same seed, linearly between evaluations: the run's own schedule is longer, so it is an upper bound.
+matrix was transformed once a step.
+
+`--search NAME:STEPS:RATE` tries rates on both sides of one, each a factor from the next, until the best of at least five has
+a worse one on either side; `--seeds` repeats the best, `--lengths` runs it for other numbers of steps. What is asked: in how
+many steps, of a run with a schedule of that length, does an optimizer reach the final loss of the best AdamW at that seed.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import platform
 import statistics
@@ -37,15 +40,18 @@ from hf_emopt.integrations.optim_args import parse_optim_args
 from hf_emopt.integrations.transformers import OPTIMIZERS
 from hf_emopt.matrix_optimizer import MatrixOptimizer
 
-SETTINGS = ("data", "steps", "batch", "length", "warmup", "hidden", "layers", "mlp", "weight_decay", "precision")
+SETTINGS = (
+    "data", "batch", "length", "eval_blocks", "warmup", "hidden", "layers", "mlp", "weight_decay", "precision",
+)  # fmt: skip
 
 
-def make_tokens(out: Path, vocab_size: int) -> None:
-    """Trains a byte-level BPE on the standard library and stores its training and held-out tokens as uint16."""
-    from text_data import split_documents, stdlib_documents, train_tokenizer
+def make_tokens(out: Path, vocab_size: int, texts: Path | None) -> None:
+    """Trains a byte-level BPE on the standard library, or on texts, and stores training and held-out tokens as uint16."""
+    from text_data import split_documents, stdlib_documents, text_documents, train_tokenizer
 
-    train, held_out = split_documents(stdlib_documents(), every=50)
-    tokenizer = train_tokenizer(("".join(run) for run in train), vocab_size)
+    train, held_out = split_documents(stdlib_documents() if texts is None else text_documents(texts), every=50)
+    # A tenth of the runs, evenly: documents stand in alphabetical order, and the tokenizer reads only so many characters.
+    tokenizer = train_tokenizer(("".join(run) for run in (train if texts is None else train[::5])), vocab_size)
     end = tokenizer.convert_tokens_to_ids("<|endoftext|>")
     arrays = {}
     for name, runs in (("train", train), ("held_out", held_out)):
@@ -75,13 +81,13 @@ def build_optimizer(name: str, model: nn.Module, lr: float, weight_decay: float)
 
 
 def batches(tokens: torch.Tensor, args: argparse.Namespace, seed: int) -> Iterator[torch.Tensor]:
-    """Blocks in a new order each epoch, the order a function of the seed."""
+    """Blocks in a new order each epoch, the order a function of the seed; on the device of the tokens."""
     blocks = tokens[: len(tokens) // args.length * args.length].view(-1, args.length)
     generator = torch.Generator().manual_seed(seed)
     while True:
-        order = torch.randperm(len(blocks), generator=generator)
+        order = torch.randperm(len(blocks), generator=generator).to(tokens.device)
         for start in range(0, len(order) - args.batch + 1, args.batch):
-            yield blocks[order[start : start + args.batch]]
+            yield blocks[order[start : start + args.batch]].long()
 
 
 class Runner:
@@ -90,9 +96,11 @@ class Runner:
     def __init__(self, args: argparse.Namespace, arrays: Any) -> None:
         self.args = args
         self.device = torch.device(args.device)
-        self.train = torch.from_numpy(arrays["train"].astype(np.int64))
-        held_out = torch.from_numpy(arrays["held_out"].astype(np.int64))
-        self.held_out = held_out[: len(held_out) // args.length * args.length].view(-1, args.length)[: args.eval_blocks]
+        # On the device from the start: a copy out of pageable memory would make the host wait at every step.
+        self.train = torch.from_numpy(arrays["train"].astype(np.int32)).to(self.device)
+        held_out = torch.from_numpy(arrays["held_out"].astype(np.int64)).to(self.device)
+        held_out = held_out[: len(held_out) // args.length * args.length].view(-1, args.length)
+        self.held_out = held_out[:: max(1, len(held_out) // args.eval_blocks)][: args.eval_blocks]
         config = LlamaConfig(
             vocab_size=int(arrays["vocab_size"]), hidden_size=args.hidden, intermediate_size=args.mlp,
             num_hidden_layers=args.layers, num_attention_heads=args.hidden // 64, max_position_embeddings=args.length,
@@ -121,12 +129,12 @@ class Runner:
         """Compiles and loads what the runs need, so that the first one's seconds are like the others'."""
         for _ in range(2):
             self.evaluate()
-            self.forward(next(batches(self.train, self.args, 0)).to(self.device)).backward()
+            self.forward(next(batches(self.train, self.args, 0))).backward()
         self.model.zero_grad()
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        losses = [self.forward(part.to(self.device)) for part in self.held_out.split(self.args.batch)]
+        losses = [self.forward(part) for part in self.held_out.split(self.args.batch)]
         sizes = [len(part) for part in self.held_out.split(self.args.batch)]
         return sum(float(x) * n for x, n in zip(losses, sizes)) / sum(sizes)
 
@@ -144,7 +152,7 @@ class Runner:
             factor = _schedule(step, steps, args.warmup)
             for group, top in zip(optimizer.param_groups, peak):
                 group["lr"] = top * factor
-            loss = self.forward(next(data).to(self.device, non_blocking=True))
+            loss = self.forward(next(data))
             loss.backward()
             nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             optimizer.step()
@@ -152,14 +160,16 @@ class Runner:
             if step % every == 0 or step == steps:
                 elapsed += self._now() - started
                 curve.append((step, self.evaluate(), elapsed))
+                if not np.isfinite(curve[-1][1]):
+                    break
                 started = self._now()
         device = torch.cuda.get_device_name() if self.device.type == "cuda" else platform.processor() or "CPU"
         point = {"optim": name, "lr": lr, "seed": seed, "steps": steps, "curve": curve, "device": device}
         if isinstance(optimizer, MatrixOptimizer):
-            expected = optimizer.routes.matrix_count * steps
+            expected = optimizer.routes.matrix_count * step
             if optimizer.transform_count != expected:
                 raise RuntimeError(
-                    f"{name}: {optimizer.transform_count} transforms in {steps} steps, expected {expected}"
+                    f"{name}: {optimizer.transform_count} transforms in {step} steps, expected {expected}"
                 )
             point["transforms"] = optimizer.transform_count
         return point
@@ -177,148 +187,200 @@ def _schedule(step: int, steps: int, warmup: int) -> float:
 
 
 def final(point: dict[str, Any]) -> float:
-    return float(point["curve"][-1][1])
+    """Held-out loss at the end; infinite for a run that left the numbers."""
+    loss = float(point["curve"][-1][1])
+    return loss if np.isfinite(loss) else float("inf")
 
 
-def reach(point: dict[str, Any], target: float) -> tuple[float, float] | None:
-    """Steps and seconds at which a curve first comes down to a loss; ``None`` if it never does."""
-    for (s0, l0, t0), (s1, l1, t1) in zip(point["curve"], point["curve"][1:]):
-        if l1 <= target:
-            part = (l0 - target) / (l0 - l1) if l0 > l1 else 1.0
-            return s0 + part * (s1 - s0), t0 + part * (t1 - t0)
-    return None
+def sweep_steps(points: Sequence[dict[str, Any]], name: str) -> int:
+    """The number of steps at which most rates of an optimizer were tried."""
+    rates: dict[int, set[float]] = {}
+    for p in points:
+        if p["optim"] == name:
+            rates.setdefault(p["steps"], set()).add(p["lr"])
+    return max(rates, key=lambda steps: (len(rates[steps]), steps))
 
 
-def full(points: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Runs of the longest schedule: the sweep."""
-    longest = max(p["steps"] for p in points)
-    return [p for p in points if p["steps"] == longest]
+def sweep(points: Sequence[dict[str, Any]], name: str) -> list[tuple[float, float]]:
+    """(learning rate, final loss) of the first seed at that number of steps, by rate."""
+    steps = sweep_steps(points, name)
+    mine = [p for p in points if p["optim"] == name and p["steps"] == steps]
+    first = min(p["seed"] for p in mine)
+    return sorted((p["lr"], final(p)) for p in mine if p["seed"] == first)
 
 
-def best_rates(points: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """For each optimizer the learning rate with the lowest final loss, in the mean over the first seed's sweep."""
-    first = min(p["seed"] for p in points)
-    best: dict[str, dict[str, Any]] = {}
-    for p in full(points):
-        if (
-            p["seed"] == first
-            and np.isfinite(final(p))
-            and (p["optim"] not in best or final(p) < final(best[p["optim"]]))
-        ):
-            best[p["optim"]] = p
-    return {name: p["lr"] for name, p in best.items()}
+def best_rate(points: Sequence[dict[str, Any]], name: str) -> float:
+    """The learning rate of the sweep with the lowest final loss."""
+    return min(sweep(points, name), key=lambda row: row[1])[0]
 
 
-def wanted_runs(args: argparse.Namespace, points: Sequence[dict[str, Any]]) -> list[tuple[str, float, int, int]]:
-    """(optimizer, learning rate, seed, steps) of the runs asked for."""
-    runs = []
-    for text in args.point:
-        name, rates = text.rsplit(":", 1)
-        runs += [(name, float(lr), args.seed, args.steps) for lr in rates.split(",")]
-    if args.best_seeds or args.best_steps:
-        best = best_rates(points)
-        runs += [(name, lr, seed, args.steps) for seed in args.best_seeds for name, lr in best.items()]
-        runs += [(name, best[name], args.seed, n) for name in best if name != "adamw" for n in args.best_steps]
-    return runs
+class Study:
+    """The points of one set of settings, in a file; runs what is asked for and not there."""
 
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        settings = {key: str(getattr(args, key)) if key == "data" else getattr(args, key) for key in SETTINGS}
+        settings["data"] = Path(settings["data"]).name
+        self.result: dict[str, Any] = {"settings": settings, "points": []}
+        if args.out.exists():
+            self.result = json.loads(args.out.read_text())
+            if self.result["settings"] != settings:
+                raise SystemExit(
+                    f"{args.out} holds runs of other settings: {self.result['settings']}; choose another --out"
+                )
+        self.result["environment"] = {
+            "device": torch.cuda.get_device_name() if args.device == "cuda" else platform.processor() or "CPU",
+            "torch": torch.__version__, "transformers": transformers.__version__, "hf_emopt": hf_emopt.__version__,
+        }  # fmt: skip
+        self.points: list[dict[str, Any]] = self.result["points"]
+        self.deadline = time.monotonic() + args.seconds
+        self.runner: Runner | None = None
 
-def run(args: argparse.Namespace) -> None:
-    settings = {key: str(getattr(args, key)) if key == "data" else getattr(args, key) for key in SETTINGS}
-    settings["data"] = Path(settings["data"]).name
-    result: dict[str, Any] = {"settings": settings, "points": []}
-    if args.out.exists():
-        result = json.loads(args.out.read_text())
-        if result["settings"] != settings:
-            raise SystemExit(f"{args.out} holds runs of other settings: {result['settings']}; choose another --out")
-    result["environment"] = {
-        "device": torch.cuda.get_device_name() if args.device == "cuda" else platform.processor() or "CPU",
-        "torch": torch.__version__, "transformers": transformers.__version__, "hf_emopt": hf_emopt.__version__,
-    }  # fmt: skip
-    runner: Runner | None = None
-    known = {(p["optim"], p["lr"], p["seed"], p["steps"]) for p in result["points"]}
-    deadline = time.monotonic() + args.seconds
-    for name, lr, seed, steps in wanted_runs(args, result["points"]):
-        if (name, lr, seed, steps) in known:
-            continue
-        if runner is None:
-            runner = Runner(args, np.load(args.data))
-            runner.warm()
-        if time.monotonic() > deadline:
-            print("out of time; the rest is left for another call")
-            break
-        point = runner.run(name, lr, seed, steps)
-        result["points"].append(point)
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result))
+    def point(self, name: str, lr: float, seed: int, steps: int) -> dict[str, Any]:
+        """One run, from the file if it is there.
+
+        Raises:
+            SystemExit: the time is up; what is done is in the file.
+        """
+        key = (name, lr, seed, steps)
+        for p in self.points:
+            if (p["optim"], p["lr"], p["seed"], p["steps"]) == key:
+                return p
+        if self.runner is None:
+            self.runner = Runner(self.args, np.load(self.args.data))
+            self.runner.warm()
+        if time.monotonic() > self.deadline:
+            raise SystemExit("out of time; the rest is left for another call")
+        point = self.runner.run(*key)
+        self.points.append(point)
+        self.args.out.parent.mkdir(parents=True, exist_ok=True)
+        partial = self.args.out.with_suffix(".partial")
+        partial.write_text(json.dumps(self.result))
+        partial.replace(self.args.out)
         print(
             f"{name} lr {lr:g} seed {seed}: {final(point):.4f} after {steps} steps, {point['curve'][-1][2]:.1f} s",
             flush=True,
         )
+        return point
+
+    def search(self, name: str, steps: int, center: float) -> float:
+        """The best rate, between worse ones on either side, of at least five a factor apart; given up after nine."""
+        seed, rates = self.args.seed, [center]
+        losses = {center: final(self.point(name, center, seed, steps))}
+        while len(rates) < 9:
+            at = rates.index(min(rates, key=lambda lr: losses[lr]))
+            if len(rates) >= 5 and 0 < at < len(rates) - 1:
+                return rates[at]
+            down = at < len(rates) - 1 - at or (at == len(rates) - 1 - at and len(rates) % 2 == 1)
+            lr = float(f"{rates[0] / self.args.factor if down else rates[-1] * self.args.factor:.2g}")
+            rates.insert(0 if down else len(rates), lr)
+            losses[lr] = final(self.point(name, lr, seed, steps))
+        return min(rates, key=lambda lr: losses[lr])
+
+
+def run(args: argparse.Namespace) -> None:
+    """What is missing of the points, searches, seeds and lengths asked for, in this order for each optimizer."""
+    study = Study(args)
+    for text in args.point:
+        name, rates = text.rsplit(":", 1)
+        for lr in rates.split(","):
+            study.point(name, float(lr), args.seed, args.steps)
+    lengths = dict(text.rsplit(":", 1) for text in args.lengths)
+    for text in args.search:
+        name, steps, center = text.rsplit(":", 2)
+        best = study.search(name, int(steps), float(center))
+        for seed in args.seeds:
+            study.point(name, best, seed, int(steps))
+        for other in lengths.pop(name, "").split(",") if lengths.get(name) else ():
+            study.point(name, best, args.seed, int(other))
+    for name, others in lengths.items():
+        for other in others.split(","):
+            study.point(name, best_rate(study.points, name), args.seed, int(other))
+
+
+def steps_to(points: Sequence[dict[str, Any]], name: str, target: dict[int, float]) -> float | None:
+    """Length of a run at the best rate that ends at a loss, between two lengths that were run; ``None`` outside of them.
+
+    Losses are less the target of their seed, and the mean over the seeds of a length.
+    """
+    lr = best_rate(points, name)
+    apart: dict[int, list[float]] = {}
+    for p in points:
+        if p["optim"] == name and p["lr"] == lr and p["seed"] in target:
+            apart.setdefault(p["steps"], []).append(final(p) - target[p["seed"]])
+    rows = sorted((steps, statistics.fmean(over)) for steps, over in apart.items())
+    for (s0, d0), (s1, d1) in itertools.pairwise(rows):
+        if d1 <= 0 <= d0:
+            return s0 + (s1 - s0) * (d0 / (d0 - d1) if d0 > d1 else 1.0)
+    return None
 
 
 def table(result: dict[str, Any]) -> str:
-    """Markdown: the sweep, then the best of each optimizer against AdamW's best."""
-    points = full(result["points"])
+    """Markdown: the sweeps, then each optimizer against the best AdamW."""
+    points = result["points"]
     names = list(dict.fromkeys(p["optim"] for p in points))
-    best = best_rates(result["points"])
-    first = min(p["seed"] for p in points)
-    lines = ["| optimizer | learning rate: final held-out loss |", "|---|---|"]
+    lines = ["| optimizer | steps | learning rate: final held-out loss |", "|---|---|---|"]
     for name in names:
-        row = sorted((p["lr"], final(p)) for p in points if p["optim"] == name and p["seed"] == first)
-        cells = [f"{lr:g}: **{x:.3f}**" if lr == best.get(name) else f"{lr:g}: {x:.3f}" for lr, x in row]
-        lines.append(f"| {name} | {', '.join(cells)} |")
-    adamw = [p for p in points if p["optim"] == "adamw" and p["lr"] == best["adamw"]]
+        best = best_rate(points, name)
+        cells = [f"{lr:g}: **{x:.3f}**" if lr == best else f"{lr:g}: {x:.3f}" for lr, x in sweep(points, name)]
+        lines.append(f"| {name} | {sweep_steps(points, name)} | {', '.join(cells)} |")
+    lr, steps = best_rate(points, "adamw"), sweep_steps(points, "adamw")
+    adamw = [p for p in points if p["optim"] == "adamw" and p["lr"] == lr and p["steps"] == steps]
     target = {p["seed"]: final(p) for p in adamw}
-    seconds: dict[str, list[float]] = {}  # by device: seconds compare on one alone
-    for p in adamw:
-        seconds.setdefault(p.get("device", ""), []).append(p["curve"][-1][2])
+    per_step = {name: _milliseconds(points, name) for name in names}
     lines += [
         "",
-        f"Target: the final loss of AdamW's best learning rate at the same seed, {statistics.mean(target.values()):.3f} in "
-        f"the mean of {len(adamw)} seed(s).",
+        f"Target: the final loss of AdamW's best learning rate after {steps} steps at the same seed, "
+        f"{statistics.mean(target.values()):.3f} in the mean of {len(adamw)} seed(s).",
         "",
-        "| optimizer | lr | final loss by seed | ms a step | steps to target / AdamW's | seconds to target / AdamW's |",
-        "|---|---|---|---|---|---|",
+        "| optimizer | lr | steps, and of AdamW's | final loss by seed | reached | ms a step | seconds of AdamW's | "
+        "steps to the target, of AdamW's |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for name in names:
-        mine = [p for p in points if p["optim"] == name and p["lr"] == best.get(name) and p["seed"] in target]
-        reached = [r for r in (reach(p, target[p["seed"]]) for p in mine) if r is not None]
-        ratios = [
-            r[1] / statistics.mean(seconds[p.get("device", "")])
-            for p, r in zip(mine, reached)
-            if p.get("device", "") in seconds
-        ]
-        losses = ", ".join(f"{final(p):.3f}" for p in mine)
-        ms = 1000 * statistics.mean(p["curve"][-1][2] / p["steps"] for p in mine)
-        ratio, took = "not reached", "-"
-        if len(reached) == len(mine):
-            ratio = f"{statistics.mean(r[0] for r in reached) / mine[0]['steps']:.2f}"
-            took = f"{statistics.mean(ratios):.2f}" if ratios else "other device"
-        lines.append(f"| {name} | {best.get(name):g} | {losses} | {ms:.1f} | {ratio} | {took} |")
-    short = [p for p in result["points"] if p["steps"] < points[0]["steps"]]
-    if short:
-        lines += ["", "Shorter runs at the same learning rate, each with its own schedule:", ""]
-        lines += [f"- {p['optim']}, {p['steps']} steps: {final(p):.3f}" for p in short]
+        best, own = best_rate(points, name), sweep_steps(points, name)
+        for length in sorted({p["steps"] for p in points if p["optim"] == name and p["lr"] == best}):
+            mine = [
+                p for p in points if (p["optim"], p["lr"], p["steps"]) == (name, best, length) and p["seed"] in target
+            ]
+            if not mine:
+                continue
+            reached = sum(final(p) <= target[p["seed"]] for p in mine)
+            exact = steps_to(points, name, target) if length == own else None
+            lines.append(
+                f"| {name} | {best:g} | {length}, {length / steps:.2f} | {', '.join(f'{final(p):.3f}' for p in mine)} | "
+                f"{reached} of {len(mine)} | {per_step[name]:.1f} | "
+                f"{length * per_step[name] / (steps * per_step['adamw']):.2f} | {f'{exact / steps:.2f}' if exact else ''} |"
+            )
     return "\n".join(lines)
 
 
+def _milliseconds(points: Sequence[dict[str, Any]], name: str) -> float:
+    """A step of an optimizer, median over its runs: the first one of a process also compiles."""
+    return statistics.median(1000 * p["curve"][-1][2] / p["curve"][-1][0] for p in points if p["optim"] == name)
+
+
 def plot(result: dict[str, Any], png: Path) -> None:
-    """The sweep and the best curves."""
+    """The sweeps, and the curves of the best runs over steps and seconds."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    points, best = full(result["points"]), best_rates(result["points"])
-    first = min(p["seed"] for p in points)
+    points = result["points"]
     figure, axes = plt.subplots(1, 3, figsize=(15, 4.5))
     for name in dict.fromkeys(p["optim"] for p in points):
-        row = sorted((p["lr"], final(p)) for p in points if p["optim"] == name and p["seed"] == first)
-        axes[0].plot(*zip(*row), marker="o", label=name)
-        run_ = next(p for p in points if p["optim"] == name and p["lr"] == best[name] and p["seed"] == first)
-        steps, losses, seconds = zip(*run_["curve"][1:])
-        axes[1].plot(steps, losses, label=f"{name}, lr {best[name]:g}")
-        axes[2].plot(seconds, losses, label=name)
+        best, own, ms = best_rate(points, name), sweep_steps(points, name), _milliseconds(points, name)
+        axes[0].plot(
+            *zip(*[row for row in sweep(points, name) if np.isfinite(row[1])]), marker="o", label=f"{name}, {own} steps"
+        )
+        run_ = next(p for p in points if (p["optim"], p["lr"], p["steps"]) == (name, best, own))
+        steps, losses, _ = zip(*run_["curve"][1:])
+        axes[1].plot(steps, losses, label=f"{name}, lr {best:g}")
+        axes[2].plot([step * ms / 1000 for step in steps], losses, label=name)
+        if name == "adamw":
+            for axis in axes[1:]:
+                axis.axhline(losses[-1], color="gray", linestyle=":")
     for axis, label in zip(axes, ("learning rate", "steps", "seconds")):
         axis.set_xlabel(label)
         axis.set_ylabel("held-out loss")
@@ -331,18 +393,23 @@ def plot(result: dict[str, Any], png: Path) -> None:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    tokens = commands.add_parser("tokens", help="tokenize the standard library")
+    tokens = commands.add_parser("tokens", help="tokenize the standard library, or texts")
     tokens.add_argument("data", type=Path)
+    tokens.add_argument("--texts", type=Path, help="a text file or a folder of them")
     tokens.add_argument("--vocab_size", type=int, default=8192)
     runs = commands.add_parser("run", help="run what is missing")
     runs.add_argument("data", type=Path)
     runs.add_argument("--out", type=Path, required=True)
-    runs.add_argument("--point", action="append", default=[], metavar="OPTIM[@OPTIONS]:LR,LR", help="a sweep")
+    runs.add_argument("--point", action="append", default=[], metavar="OPTIM[@OPTIONS]:LR,LR", help="runs of --steps")
+    runs.add_argument("--search", action="append", default=[], metavar="OPTIM[@OPTIONS]:STEPS:LR", help="the best rate")
+    runs.add_argument("--factor", type=float, default=1.6, help="between neighbouring rates of a search")
+    runs.add_argument("--seeds", type=int, nargs="*", default=[], help="more seeds at the best rate of a search")
     runs.add_argument(
-        "--best-seeds", dest="best_seeds", type=int, nargs="*", default=[], help="more seeds at the best rates"
-    )
-    runs.add_argument(
-        "--best-steps", dest="best_steps", type=int, nargs="*", default=[], help="shorter runs at the best rates"
+        "--lengths",
+        action="append",
+        default=[],
+        metavar="OPTIM[@OPTIONS]:STEPS,STEPS",
+        help="other lengths at that rate",
     )
     runs.add_argument("--seed", type=int, default=0)
     runs.add_argument("--steps", type=int, default=400)
@@ -367,7 +434,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
     if args.command == "tokens":
-        make_tokens(args.data, args.vocab_size)
+        make_tokens(args.data, args.vocab_size, args.texts)
     elif args.command == "run":
         run(args)
     else:

