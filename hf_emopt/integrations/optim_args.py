@@ -77,7 +77,8 @@ def parse_optim_args(optim_args: str | Mapping[str, Any] | None, optimizer_cls: 
         optim_args: ``"key=value, key=value"``, with lists joined by ``:`` or ``/`` (``betas=0.9:0.95``), booleans as
             ``true`` or ``false``, an absent value as ``none`` and dtypes by name (``bfloat16``, ``fp32``); or a mapping
             (a YAML configuration, say); or a mapping written as JSON, which also takes strings that hold a comma or an
-            equals sign. ``betas`` stands for ``aux_betas``.
+            equals sign. ``betas`` stands for ``aux_betas`` where the
+            matrices have no betas of their own (Muon and NorMuon).
         optimizer_cls: the class whose signature gives the keys and types.
 
     Raises:
@@ -87,7 +88,7 @@ def parse_optim_args(optim_args: str | Mapping[str, Any] | None, optimizer_cls: 
     options = optimizer_options(optimizer_cls)
     result: dict[str, Any] = {}
     for key, value in _entries(optim_args, optimizer_cls, options):
-        name = ALIASES.get(key, key)
+        name = _named(key, options)
         if name not in options:
             raise _error(_unknown_key(key, options), optimizer_cls, options)
         if name in result:
@@ -147,7 +148,7 @@ def _malformed(entry: str, key: str, values: list[str], whole: str, options: Map
         where = "ends with a comma" if whole.rstrip().endswith(",") else "has an empty entry"
         return f"{where}: {whole!r}"
     if not values:
-        name = ALIASES.get(key, key)
+        name = _named(key, options)
         hint = f"write {_form(options[name], key)}" if name in options else _unknown_key(key, options)
         return f"key {key!r} has no value; {hint}"
     if len(values) > 1:
@@ -161,15 +162,20 @@ def _malformed(entry: str, key: str, values: list[str], whole: str, options: Map
     return ""
 
 
+def _named(key: str, options: Mapping[str, Any]) -> str:
+    """The argument that a key means: its own name first, so that SOAP's and Shampoo's ``betas`` are those of matrices."""
+    return key if key in options else ALIASES.get(key, key)
+
+
 def _unknown_key(key: str, options: Mapping[str, Any]) -> str:
     if key in ELSEWHERE:
         return f"key {key!r} cannot be set here: {ELSEWHERE[key]}"
-    close = difflib.get_close_matches(key, [*options, *ALIASES], n=3, cutoff=0.5)
+    close = difflib.get_close_matches(key, dict.fromkeys([*options, *ALIASES]), n=3, cutoff=0.5)
     return f"unknown key {key!r}" + (f"; did you mean {' or '.join(map(repr, close))}?" if close else "")
 
 
 def _error(problem: str, optimizer_cls: type, options: Mapping[str, Any]) -> ValueError:
-    aliases = [alias for alias, name in ALIASES.items() if name in options]
+    aliases = [alias for alias, name in ALIASES.items() if name in options and alias not in options]
     return ValueError(
         f"optim_args for {optimizer_cls.__name__}: {problem}. Accepted form: {EXAMPLE}, or a mapping. "
         f"Keys: {', '.join(sorted([*options, *aliases]))}."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -11,6 +12,7 @@ from transformers import Trainer, TrainingArguments
 
 import hf_emopt
 from hf_emopt.integrations.optim_args import ELSEWHERE, optimizer_options, parse_optim_args
+from hf_emopt.integrations.transformers import OPTIMIZERS
 
 
 class Example:
@@ -73,6 +75,17 @@ def test_text_gets_the_type_of_the_signature(text: str | None, expected: dict[st
     parsed = parse_optim_args(text, Example)
     assert parsed == expected
     assert {key: type(value) for key, value in parsed.items()} == {key: type(value) for key, value in expected.items()}
+
+
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+def test_betas_are_those_of_the_matrices_where_they_have_any(name: str) -> None:
+    own = "betas" in inspect.signature(OPTIMIZERS[name].__init__).parameters
+    assert own is (name not in ("muon", "normuon"))
+    for given in ("betas=0.8:0.9", {"betas": [0.8, 0.9]}):
+        assert parse_optim_args(given, OPTIMIZERS[name]) == {"betas" if own else "aux_betas": (0.8, 0.9)}
+    if own:
+        both = parse_optim_args("betas=0.8:0.9, aux_betas=0.7:0.9", OPTIMIZERS[name])
+        assert both == {"betas": (0.8, 0.9), "aux_betas": (0.7, 0.9)}
 
 
 def test_mapping_keeps_types_and_reads_strings() -> None:

@@ -89,7 +89,8 @@ def test_fields_reach_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert type(optimizer) is hf_emopt.SOAP
     aux = next(g for g in optimizer.param_groups if g["kind"] == "aux" and g["weight_decay"] != 0)
     assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["weight_decay"]) == (1e-3, 0.2)
-    assert (aux["lr"], aux["betas"]) == (3e-4, (0.8, 0.9))
+    assert (aux["lr"], aux["betas"]) == (3e-4, (0.9, 0.95))
+    assert optimizer.param_groups[0]["betas"] == (0.8, 0.9), "SOAP's own betas are those of matrices"
     assert optimizer.transport_dtype == "float32"
     assert optimizer.overlap_param_gather is False
     defaults = hf_emopt.EmoptPlugin(aux_lr=1e-2).build(tiny_llama())
