@@ -64,6 +64,12 @@ class ReferenceShampoo:
                 s = along(s, self.roots[i][d], d)
             if o["grafting"] != "none":
                 s = s * graft[window].norm() / (s.norm() + 1e-16)
+            elif o["kl"] and len(self.dims[i]) > 1:
+                order = len(self.dims[i])
+                p = o["exponent"] if o["exponent"] is not None else 0.5
+                correction = 1 - beta2**t if o["bias_correction"] and beta2 < 1 else 1.0
+                variance = (self.factors[i][self.dims[i][0]] / correction).diagonal().mean() + o["epsilon"]
+                s = s * variance ** (p * (order - 1))
             direction[window] = s if t >= o["start"] else graft[window]
         if o["momentum"]:
             self.buffer = o["momentum"] * self.buffer + direction
@@ -77,9 +83,11 @@ class ReferenceShampoo:
             if self.o["kl"]:
                 for other in self.dims[i]:
                     if other != d:
-                        x = along(x, roots[other], other) / g.shape[other] ** 0.5
+                        x = along(x, roots[other], other)
             flat = x.movedim(d, 0).reshape(x.shape[d], -1)
             outer = flat @ flat.T
+            if self.o["kl"]:  # its mean eigenvalue is the mean square of the gradient
+                outer = outer / outer.trace() * g.shape[d] * (g**2).mean()
             a = self.factors[i][d]
             self.factors[i][d] = beta2 * a + (1 - beta2) * outer if beta2 < 1 else a + outer
 

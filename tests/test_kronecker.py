@@ -124,6 +124,64 @@ def test_degenerate_gradients(cls, kind: str) -> None:
     assert optimizer.rule.failures == 0
 
 
+def covariances(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Roots of a covariance of 12 rows and one of 20 columns, eigenvalues from 0.1 to 10."""
+    generator = torch.Generator().manual_seed(seed)
+    turns = [torch.linalg.qr(torch.randn(n, n, generator=generator))[0] for n in (12, 20)]
+    left, right = [q @ torch.diag(torch.logspace(-0.5, 0.5, len(q))) @ q.T for q in turns]
+    return left, right
+
+
+@pytest.mark.parametrize("size", [1e-4, 1.0, 1e3])
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [
+        (hf_emopt.KLShampoo, {"start_preconditioning_step": 1}),
+        (hf_emopt.KLShampoo, {}),
+        (hf_emopt.SOAP, {"kl": True}),
+    ],
+    ids=["KLShampoo at once", "KLShampoo later", "SOAP kl"],
+)
+def test_kl_factors_follow_the_gradients(cls, options: dict, size: float) -> None:
+    """No period outweighs the others, and factors become those of what gradients have turned into."""
+    generator = torch.Generator().manual_seed(1)
+    p = nn.Parameter(torch.zeros(12, 20))
+    optimizer = cls([p], lr=0.0, weight_decay=0.0, betas=(0.9, 0.95), precondition_frequency=5, **options)
+    means = []
+    for step in range(160):
+        left, right = covariances(0 if step < 60 else 7)
+        p.grad = size * left @ torch.randn(12, 20, generator=generator) @ right
+        optimizer.step()
+        factor = optimizer.state[p]["factor.0.0.0"][0, 0]
+        if step >= 5:
+            means.append(factor.diagonal().mean().item())
+    assert max(means) < 30 * sorted(means)[len(means) // 2]
+    left, _ = covariances(7)
+    old, _ = covariances(0)
+    now = factor / factor.trace()
+    assert (now - left @ left / (left @ left).trace()).norm() < 0.35 * (now - old @ old / (old @ old).trace()).norm()
+
+
+def test_kl_without_grafting_whitens() -> None:
+    """Elements of the update have the variance one, whatever the size of the gradients."""
+    generator = torch.Generator().manual_seed(1)
+    left, right = covariances(0)
+    for size in (1e-4, 1.0, 1e3):
+        p = nn.Parameter(torch.zeros(12, 20))
+        optimizer = hf_emopt.KLShampoo(
+            [p], lr=1.0, weight_decay=0.0, betas=(0.0, 0.98), precondition_frequency=2, grafting="none", epsilon=1e-20
+        )
+        squares = []
+        for _ in range(150):
+            p.grad = size * left @ torch.randn(12, 20, generator=generator) @ right
+            before = p.detach().clone()
+            optimizer.step()
+            squares.append((p.detach() - before).square())
+        whitened = torch.stack(squares[75:]).mean(0)
+        assert whitened.mean().sqrt().item() == pytest.approx(1.0, abs=0.15)
+        assert (whitened.max() / whitened.min()).item() < 4.0
+
+
 @pytest.mark.parametrize("cls", RULES)
 def test_a_spike_with_tf32_allowed_leaves_the_flags_alone(cls) -> None:
     """Factor maths follows matmul_precision, not the process's flag, and puts the flag back."""

@@ -78,6 +78,8 @@ def test_exponents(shape: tuple[int, ...], exponent: float) -> None:
         {"momentum": 0.9},
         {"momentum": 0.9, "nesterov": True},
         {"kl": True},
+        {"kl": True, "grafting": "none"},
+        {"kl": True, "grafting": "none", "exponent_override": 0.4, "bias_correction": False},
         {"oversize": "one_sided", "max_preconditioner_dim": 7},
         {"max_preconditioner_dim": 100},
         {"start_preconditioning_step": 5, "precondition_frequency": 2},

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hf_emopt.linalg.precision import matmul_precision
 from hf_emopt.rules.base import Clock, Group, state_dtype
-from hf_emopt.rules.blocks import BlockGrid, BlockState
+from hf_emopt.rules.blocks import BlockGrid, BlockState, unfold
 from hf_emopt.rules.factor_storage import FACTOR_STORAGE, init_factor, load_factor, store_factor
 from hf_emopt.rules.refresh import REFRESHES, Refresh, RefreshingRule
 
@@ -145,6 +145,26 @@ class KroneckerRule(RefreshingRule):
             generator = torch.Generator(factor.device).manual_seed(seed)
         shape = (*block.state[key].shape[:2], *factor.shape[1:])
         store_factor(block.state, key, factor.view(shape), storage, generator)
+
+    @staticmethod
+    def whitened_rows(block: BlockState, d: int, white: Tensor) -> Tensor:
+        """A block whitened on its other sides, unfolded for its factor of dimension ``d``, at the size of the gradient.
+
+        The mean eigenvalue of ``R R^T`` is the mean square of the gradient's elements. The KL fit leaves open how a scale is
+        split among the sides, so that is what makes gradients of all steps weigh as much as they are large. With the scale
+        of the whitening they do not: before the first refresh a contribution has the gradient's variance, 1e-6 say, and
+        after it the size one, or a million where the gradients so far leave directions of the other side empty. The running
+        mean would then hold the gradients of one period for hundreds of steps.
+
+        Args:
+            white: the block's gradient times inverse roots on other dimensions than ``d``, ``(N * count, b1, ..., bk)``.
+        """
+        dims = tuple(range(1, white.ndim))
+        size = torch.linalg.vector_norm(block.grads, dim=dims)
+        length = torch.linalg.vector_norm(white, dim=dims).clamp_min(torch.finfo(white.dtype).tiny)
+        others = math.prod(block.sizes) // block.sizes[d]
+        rows = unfold(white, d)
+        return rows * (size / length * others**-0.5).view(-1, 1, 1)
 
     # ------------------------------------------------------------------ figures
 

@@ -149,16 +149,16 @@ class ShampooRule(KroneckerRule):
 
     def _update_factors(self, block: BlockState, group: Group, gate: Gate, clock: Clock) -> None:
         dims = self.factored(block, group)
-        whitened = dict.fromkeys(dims, block.grads)
-        if group["kl"]:
-            # Each side sees the gradient whitened by the other sides' inverse roots, per element of the other sides.
-            for d in dims:
+        for d in dims:
+            if not group["kl"]:
+                rows = unfold(block.grads, d)
+            else:  # each side sees the gradient whitened by the other sides' inverse roots
+                white = block.grads
                 for other in dims:
                     if other != d:
-                        root = block.tensor("root", other).to(block.grads.dtype)
-                        whitened[d] = mode_product(whitened[d], root, other) * block.sizes[other] ** -0.5
-        for d in dims:
-            self.update_factor(block, d, group, group["betas"][1], unfold(whitened[d], d), gate, clock)
+                        white = mode_product(white, block.tensor("root", other).to(white.dtype), other)
+                rows = self.whitened_rows(block, d, white)
+            self.update_factor(block, d, group, group["betas"][1], rows, gate, clock)
 
     def refreshed_names(self, group: Group) -> tuple[str, ...]:
         return ("root",)
@@ -212,10 +212,21 @@ class ShampooRule(KroneckerRule):
             dims = tuple(range(1, m.ndim))
             length = torch.linalg.vector_norm(direction, dim=dims, keepdim=True)
             direction = direction * (torch.linalg.vector_norm(graft, dim=dims, keepdim=True) / (length + _GRAFT_FLOOR))
+        elif group["kl"]:
+            direction = direction * self._one_scale(block, group).view(-1, *[1] * (m.ndim - 1))
         if all(ready):
             return direction
         chosen = torch.tensor(ready, device=m.device).view(-1, *[1] * (m.ndim - 1))
         return torch.where(chosen, direction, graft)
+
+    def _one_scale(self, block: BlockState, group: Group) -> Tensor:
+        """What makes of inverse roots that each hold the variance of an element the root of one such: ``(N * count,)``."""
+        dims = self.factored(block, group)
+        if len(dims) < 2:
+            return block.grads.new_ones(block.grads.shape[0])
+        factor = self.snapshot(Side(block, dims[0], (), None, len(dims)), group)["factor"]
+        variance = factor.diagonal(dim1=-2, dim2=-1).mean(-1) + group["epsilon"]
+        return variance ** (self.exponent(len(dims), group) * (len(dims) - 1))
 
     def _momentum(self, update: Tensor, state: dict[str, Tensor], group: Group, gate: Gate) -> Tensor:
         mu = group["momentum"]
@@ -247,7 +258,16 @@ class ShampooRule(KroneckerRule):
 
 
 class KLShampooRule(ShampooRule):
-    """Shampoo with ``kl=True``; a rule of its own because its factors mean something else."""
+    """Shampoo with ``kl=True``; a rule of its own because its factors mean something else.
+
+    .. code-block:: text
+
+        A   <-  beta2 A + (1 - beta2) v W W^T / |W|^2 m,    W = G B^(-1/2),    v the mean square of G's elements
+        B   <-  beta2 B + (1 - beta2) v W^T W / |W|^2 n,    W = A^(-1/2) G
+        S    =  A^(-1/2) M^ B^(-1/2) sqrt(mean eigenvalue)                 the length only where there is no grafting
+
+    The paper's ``G B^-1 G^T / n`` and its fixed point, at the scale of ``G``: see :meth:`whitened_rows` for why.
+    """
 
     name: ClassVar[str] = "kl_shampoo"
 

@@ -133,16 +133,18 @@ class SoapRule(KroneckerRule):
         beta = group["betas"][1] if group["shampoo_beta"] is None else group["shampoo_beta"]
         dims = self.factored(block, group)
         for d in dims:
-            rows = block.grads
-            if group["kl"]:
-                # The other sides' covariance is Q diag(lambda) Q^T; whitening by it needs no matrix back from the basis.
-                for other in dims:
-                    if other != d:
-                        basis = block.tensor("basis", other).to(rows.dtype)
-                        scale = block.tensor("eigenvalues", other).clamp_min(group["eps"]).rsqrt()
-                        whiten = scale.unsqueeze(-1) * basis.mT * block.sizes[other] ** -0.5
-                        rows = mode_product(rows, whiten, other)
-            self.update_factor(block, d, group, beta, unfold(rows, d), gate, clock)
+            if not group["kl"]:
+                self.update_factor(block, d, group, beta, unfold(block.grads, d), gate, clock)
+                continue
+            # The other sides' covariance is Q diag(lambda) Q^T; whitening by it needs no matrix back from the basis.
+            white = block.grads
+            for other in dims:
+                if other != d:
+                    basis = block.tensor("basis", other).to(white.dtype)
+                    eigenvalues = block.tensor("eigenvalues", other)
+                    floor = group["eps"] * eigenvalues.mean(-1, keepdim=True) + torch.finfo(eigenvalues.dtype).tiny
+                    white = mode_product(white, eigenvalues.maximum(floor).rsqrt().unsqueeze(-1) * basis.mT, other)
+            self.update_factor(block, d, group, beta, self.whitened_rows(block, d, white), gate, clock)
 
     # ------------------------------------------------------------------ refresh
 
