@@ -7,10 +7,13 @@ Every variant is an optimizer, a ``state_dtype`` and, with ``+cpu``, ``offload_s
 
 * ``step``: of forward, backward and optimizer, the mean over a run of steps with no synchronization between them (what is
   written to the host may hide behind the next forward pass), the median of several runs; ``ratio`` to the same state without
-  offload;
+  offload. ``--wait`` has the host wait for each backward pass, as a loop does that looks at its loss;
 * ``state``: bytes of the optimizer's state on device and host, which must be what the planner says;
-* ``lent``: the most bytes of state that were on the device at once while they were offloaded, and the largest piece;
-* ``peak``: of allocated memory.
+* ``left``, ``lent``: the most bytes of offloaded state that were on the device between steps and in a step; at most the
+  largest piece, and twice that;
+* ``peak``: of allocated memory;
+* with ``--profile``, of one optimizer step: its milliseconds on the device, and those in which copies to the device, copies
+  to the host and its own kernels ran, by ``torch.profiler``.
 
 Then, on two layers and gradients that are the same numbers every time, weights after ``--parity-steps`` steps: of offload
 against the same without, to the bit, also where a checkpoint of one is resumed by the other, and of each ``state_dtype``
@@ -77,6 +80,67 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
+def link(device: torch.device, nbytes: int = 2**28, repeats: int = 8) -> dict[str, float]:
+    """GB/s between page-locked host memory and the device: to it, from it, and each of both at once."""
+    hosts = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    there = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
+    streams = [torch.cuda.Stream(device) for _ in range(2)]
+
+    def run(ways: tuple[int, ...]) -> float:
+        wait(device)
+        start = time.perf_counter()
+        for _ in range(repeats):
+            for way in ways:
+                with torch.cuda.stream(streams[way]):
+                    source, target = (hosts[0], there[0]) if way == 0 else (there[1], hosts[1])
+                    target.copy_(source, non_blocking=True)
+        wait(device)
+        return repeats * nbytes / (time.perf_counter() - start) / 1e9
+
+    run((0, 1))
+    return {"to_device": run((0,)), "to_host": run((1,)), "each_of_both": run((0, 1))}
+
+
+def busy(spans: list[tuple[float, float]]) -> float:
+    """Milliseconds in which at least one of them, in microseconds, runs."""
+    total, end = 0.0, float("-inf")
+    for start, stop in sorted(spans):
+        total += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return total / 1e3
+
+
+def profiled(passes: Any, update: Any, device: torch.device) -> dict[str, float]:
+    """Where the time of an optimizer's step goes, with a forward and backward pass before and after it.
+
+    The host waits for the pass before, so that what comes then is of the step, or leaves behind the pass after it.
+    """
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        passes()
+        wait(device)
+        with torch.profiler.record_function("update"):
+            marks[0].record()
+            update()
+            marks[1].record()
+        passes()
+        wait(device)
+    events = list(profile.events())
+    took = marks[0].elapsed_time(marks[1])
+    begin = next(e.time_range.start for e in events if e.name == "update" and e.device_type.name == "CPU")
+    spans: dict[str, list[tuple[float, float]]] = {"to_device": [], "to_host": [], "kernels": []}
+    for event in events:
+        start, end = event.time_range.start, event.time_range.end
+        if event.device_type.name != "CUDA" or start < begin or event.name == "update":
+            continue
+        if "HtoD" in event.name or "DtoH" in event.name:
+            spans["to_device" if "HtoD" in event.name else "to_host"].append((start, end))
+        elif end < begin + 1e3 * took:
+            spans["kernels"].append((start, end))
+    return {"update_ms": took, **{f"{kind}_ms": busy(found) for kind, found in spans.items()}}
+
+
 def timed(variant: str, options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     model = build_model(options.model, device)
     planned = None
@@ -91,13 +155,22 @@ def timed(variant: str, options: argparse.Namespace, device: torch.device) -> di
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
 
-    def step() -> Tensor:
+    def passes() -> Tensor:
         with torch.autocast(device.type, torch.bfloat16, enabled=laid.autocast):
             loss: Tensor = laid.model(input_ids=ids, labels=ids).loss
         loss.backward()
+        return loss.detach()
+
+    def update() -> None:
         optimizer.step()
         laid.model.zero_grad(set_to_none=True)
-        return loss.detach()
+
+    def step() -> Tensor:
+        loss = passes()
+        if options.wait:
+            wait(device)
+        update()
+        return loss
 
     for _ in range(options.warmup):
         loss = step()
@@ -119,6 +192,16 @@ def timed(variant: str, options: argparse.Namespace, device: torch.device) -> di
         "loss": float(loss),
         "peak_bytes": torch.cuda.max_memory_allocated() if device.type == "cuda" else 0,
     }
+    offload = None if adamw else optimizer._current_engine().offload
+    if offload is not None:  # before state is asked for, which brings all of it home
+        row |= {
+            "lent_bytes": offload.peak_bytes, "largest_piece": offload.largest_bytes, "left_bytes": offload.left_bytes,
+            "left_now": offload.resident_bytes, "ahead": offload.fetched_ahead, "late": offload.fetched_late,
+        }  # fmt: skip
+        assert offload.peak_bytes <= 2 * offload.largest_bytes
+        assert offload.resident_bytes <= offload.left_bytes <= offload.largest_bytes
+    if options.profile and device.type == "cuda":
+        row["profile"] = profiled(passes, update, device)
     if adamw:
         row["state_bytes"] = {device.type: sum(local(t).nbytes for s in optimizer.state.values() for t in s.values())}
         return row
@@ -129,14 +212,6 @@ def timed(variant: str, options: argparse.Namespace, device: torch.device) -> di
         assert sum(row["state_bytes"].values()) == planned, (row["state_bytes"], planned)
         row["of_adamw"] = planned / figures.adamw_state_bytes
     row["planned_bytes"] = planned
-    offload = optimizer._current_engine().offload
-    if offload is not None:
-        row |= {
-            "lent_bytes": offload.peak_bytes, "largest_piece": offload.largest_bytes, "left_on_device":
-            offload.resident_bytes, "ahead": offload.fetched_ahead, "late": offload.fetched_late,
-        }  # fmt: skip
-        assert offload.peak_bytes <= 2 * offload.largest_bytes
-        assert offload.resident_bytes == 0
     return row
 
 
@@ -209,6 +284,8 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=4)
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--parity-steps", type=int, default=20, help="0 leaves the comparison of weights out")
+    parser.add_argument("--wait", action="store_true", help="the host waits for every backward pass")
+    parser.add_argument("--profile", action="store_true", help="of one step: what the link and the kernels take")
     parser.add_argument("--json", type=Path, default=None)
     options = parser.parse_args()
     rows = []
@@ -224,7 +301,8 @@ def main() -> None:
         if dist.get_rank() == 0:
             steps = {row["variant"]: row["step_ms"] for row in rows}
             print(
-                f"{'':22}{'step ms':>9}{'ratio':>7}{'device MiB':>12}{'host MiB':>10}{'lent MiB':>10}{'peak GiB':>10}"
+                f"{'':22}{'step ms':>9}{'ratio':>7}{'device MiB':>12}{'host MiB':>10}{'left MiB':>10}{'lent MiB':>10}"
+                f"{'peak GiB':>10}"
             )
             for row in rows:
                 base = steps.get(row["variant"].partition("+")[0], row["step_ms"])
@@ -232,13 +310,21 @@ def main() -> None:
                 print(
                     f"{row['variant']:22}{row['step_ms']:9.2f}{row['step_ms'] / base:7.3f}"
                     f"{row['state_bytes'].get(device.type, 0) / 2**20:12.1f}{host / 2**20:10.1f}"
-                    f"{row.get('lent_bytes', 0) / 2**20:10.1f}{row['peak_bytes'] / 2**30:10.2f}"
+                    f"{row.get('left_bytes', 0) / 2**20:10.1f}{row.get('lent_bytes', 0) / 2**20:10.1f}"
+                    f"{row['peak_bytes'] / 2**30:10.2f}"
                 )
+                if "profile" in row:
+                    print("  " + ", ".join(f"{name} {value:.1f}" for name, value in row["profile"].items()))
+            rates = link(device) if device.type == "cuda" else {}
+            if rates:
+                print("link, GB/s: " + ", ".join(f"{name} {value:.1f}" for name, value in rates.items()))
             print("parity:", json.dumps(figures))
             if options.json is not None:
                 card = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
                 facts = {**{k: str(v) for k, v in vars(options).items()}, "torch": torch.__version__, "card": card}
-                options.json.write_text(json.dumps({"about": facts, "rows": rows, "parity": figures}, indent=1))
+                options.json.write_text(
+                    json.dumps({"about": facts, "rows": rows, "link": rates, "parity": figures}, indent=1)
+                )
 
 
 if __name__ == "__main__":

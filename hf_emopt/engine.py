@@ -434,8 +434,7 @@ class Engine:
             with self.lender.lent(("settled", key), [storage], *args) as lent:
                 self.rule.settle(key, lent[0])
         if self.offload is not None:
-            self.offload.finish()
-            self.offload.synchronize()
+            self.offload.settle()
 
     @property
     def has_owned_state(self) -> bool:

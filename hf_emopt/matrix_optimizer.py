@@ -197,6 +197,23 @@ class MatrixOptimizer(torch.optim.Optimizer):
         return refresh(self, model)
 
     @property
+    def state(self) -> defaultdict[Tensor, Any]:
+        """State by parameter. With ``offload_state``, asking for it waits until all of it is on the host.
+
+        So what is read is what the last step left, and what is written is what the next one starts from, also where it is
+        written through ``.data`` or NumPy. After every step ask anew: a tensor that was kept from before may still be
+        written to when the step has returned.
+        """
+        engine = vars(self).get("_engine")
+        if engine is not None and engine.offload is not None:
+            engine.offload.settle()
+        return vars(self)["state"]  # type: ignore[no-any-return]
+
+    @state.setter
+    def state(self, value: defaultdict[Tensor, Any]) -> None:
+        vars(self)["state"] = value
+
+    @property
     def routes(self) -> RouteTable:
         """Which parameter goes where, and why."""
         return RouteTable(self._routes)
@@ -317,7 +334,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
             pipeline(own)
             self._delayed.begin((task, [engine.parameter(b, i) for i in engine.present(b)]) for task, b in tasks)
         else:
-            pipeline([*own, *(task for task, _ in tasks)])
+            matrices = [task for task, _ in tasks]
+            # The first pieces of offloaded state that leave make room for others: these are smaller than an embedding's.
+            pipeline([*own, *matrices] if engine.offload is None else [*matrices, *own])
         engine.finish_copies()
 
     @property

@@ -1,24 +1,29 @@
 """State that lies on the host between steps, and is on the device only while it is worked on.
 
 A step borrows the state of one piece of work at a time (:meth:`StateOffload.borrow`) and gives it back. While one piece is
-worked on, the next one, as the last step went, is on its way to the device on a stream of its own; what is given back is
-written to the host on another one. So there are two pieces on the device at most: the one that is worked on, and the one
-that arrives in the memory of the one before, which is written to only when its last byte is on the host.
+worked on, the next ones, as the last step went, are on their way to the device on a stream of its own; what is given back is
+written to the host on another one. What arrives takes the memory of what left, a few tensors at a time, and is written to it
+only when their last byte is on the host. So the link is busy in both directions while two pieces of memory are enough, and
+one piece, the first of the next step, waits on the device between steps.
 
 Nothing here knows what state is, whose it is or what is done with it.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 __all__ = ["Channel", "StateOffload", "channel_to", "home_of"]
+
+PARCEL_BYTES = 2**25
+"""Up to which tensors are moved together: long enough for the link's full rate, short beside a piece."""
 
 
 def home_of(tensor: Tensor, device: torch.device) -> Tensor:
@@ -37,32 +42,96 @@ def home_of(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 @dataclass
-class _Loan:
-    """Copies on the device of tensors at home.
+class _Parcel:
+    """Tensors that are moved together.
 
     Attributes:
+        memory: addresses of their memory at home.
+        copies: on the device, or on their way.
+        versions: of the tensors at home when they were read.
         arrived: event after which the copies can be read, or ``None`` where that is now.
         left: event after which they are back at home, or ``None``.
-        returned: whether they were given back.
     """
 
-    key: Hashable
     home: list[Tensor]
-    copies: list[Tensor]
-    channel: _Channel | _SameMemory
+    memory: frozenset[int]
+    copies: list[Tensor] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
     arrived: Any = None
     left: Any = None
-    returned: bool = False
 
     @property
     def nbytes(self) -> int:
-        return sum(copy.nbytes for copy in self.copies)
+        return sum(t.nbytes for t in self.home)
 
-    def is_of(self, home: Sequence[Tensor]) -> bool:
-        """Whether it was made of these tensors."""
-        return len(home) == len(self.home) and all(
-            a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.dtype == b.dtype for a, b in zip(self.home, home)
+    @property
+    def unchanged(self) -> bool:
+        """Whether what lies at home is what was read."""
+        return not self.copies or [_version(t) for t in self.home] == self.versions
+
+
+class _Piece:
+    """What a piece of work takes: its name, the tensors at home, and where they are worked on."""
+
+    def __init__(self, key: Hashable, home: Sequence[Tensor], device: torch.device) -> None:
+        self.key, self.home, self.device = key, list(home), device
+        self.memory = _memory(home)
+        self.nbytes = sum(t.nbytes for t in home)
+
+    def is_of(self, key: Hashable, home: Sequence[Tensor]) -> bool:
+        """Whether it is that piece, of these tensors."""
+        return (
+            key == self.key
+            and len(home) == len(self.home)
+            and all(
+                a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.dtype == b.dtype
+                for a, b in zip(self.home, home)
+            )
         )
+
+
+class _Loan:
+    """A piece on the device, or as many parcels of it as are on their way there."""
+
+    def __init__(self, piece: _Piece, channel: Channel) -> None:
+        self.piece, self.channel = piece, channel
+        self.parcels = [_Parcel(tensors, _memory(tensors)) for tensors in _together(piece.home)]
+        self.brought = 0
+
+    @property
+    def complete(self) -> bool:
+        return self.brought == len(self.parcels)
+
+    @property
+    def next(self) -> _Parcel:
+        """The parcel that is to be brought next."""
+        return self.parcels[self.brought]
+
+    def serves(self, key: Hashable, home: Sequence[Tensor]) -> bool:
+        """Whether it is of these tensors as they are now."""
+        return self.piece.is_of(key, home) and all(parcel.unchanged for parcel in self.parcels)
+
+
+def _memory(tensors: Sequence[Tensor]) -> frozenset[int]:
+    return frozenset(t.untyped_storage().data_ptr() for t in tensors if t.nbytes)
+
+
+def _version(tensor: Tensor) -> int:
+    """Grows with every write in place; of tensors made in inference mode nobody counts."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _together(home: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Neighbours of up to :data:`PARCEL_BYTES` together; a larger tensor alone."""
+    parcels: list[list[Tensor]] = []
+    size = 0
+    for tensor in home:
+        if not parcels or size + tensor.nbytes > PARCEL_BYTES:
+            parcels.append([])
+            size = 0
+        parcels[-1].append(tensor)
+        size += tensor.nbytes
+    return parcels
 
 
 class _Channel:
@@ -144,35 +213,52 @@ def channel_to(device: torch.device) -> Channel:
 
 
 class StateOffload:
-    """Lends tensors that lie on the host to a device, one piece of work at a time, the next one ahead.
+    """Lends tensors that lie on the host to a device, one piece of work at a time, the next ones ahead.
 
-    The order in which pieces are borrowed is learned: what followed a piece in the last step is brought while this one is
-    worked on. Where a step goes another way, what was brought for nothing is dropped, and what is asked for comes late.
+    The order in which pieces are borrowed is learned, and so is the largest of them, the bucket by which room is measured:
+    in a step there are two buckets of room on the device, and between steps one. While one piece is worked on, those that
+    followed it in the last step are brought as far as the room goes, and at the end of a step those that the next one
+    begins with: they arrive during the next forward pass. Where a step goes another way, what was brought for nothing is
+    dropped, and what is asked for comes late.
+
+    What is brought ahead of a step is a copy of what somebody may write to before it. So it is used only where the tensors
+    at home are the same and were not written to since (``Tensor._version``); :meth:`settle` is for writes that nobody
+    counts.
 
     Attributes:
-        resident_bytes: of copies on devices now, those that arrive counted; those whose memory the next ones take, not.
-        peak_bytes: the most that there were.
-        largest_bytes: of one piece; :attr:`peak_bytes` is at most twice that where pieces are borrowed one at a time.
+        resident_bytes: of copies on devices now: those that arrive, those that are worked on, and those that leave, until
+            what comes next is given their memory.
+        peak_bytes: the most that there were; at most twice :attr:`largest_bytes` where pieces are borrowed one at a time.
+        left_bytes: the most that a step left there; at most :attr:`largest_bytes`.
+        largest_bytes: of one piece.
         moved_bytes: brought to devices so far.
         fetched_ahead, fetched_late: pieces that were on their way when they were asked for, and those that were not.
     """
 
     def __init__(self) -> None:
-        self.resident_bytes = self.peak_bytes = self.largest_bytes = self.moved_bytes = 0
+        self.resident_bytes = self.peak_bytes = self.left_bytes = self.largest_bytes = self.moved_bytes = 0
         self.fetched_ahead = self.fetched_late = 0
-        self._channels: dict[torch.device, _Channel | _SameMemory] = {}
-        self._loans: list[_Loan] = []
-        self._ahead: _Loan | None = None
-        self._followed_by: dict[Hashable, tuple[Hashable, list[Tensor], torch.device] | None] = {}
+        self._channels: dict[torch.device, Channel] = {}
+        self._ahead: deque[_Loan] = deque()
+        """In the order in which they are expected to be asked for; only the last may be incomplete."""
+        self._borrowed: list[_Loan] = []
+        self._leaving: deque[tuple[Channel, _Parcel]] = deque()
+        self._followed_by: dict[Hashable, _Piece] = {}
+        self._start: _Piece | None = None
         self._last: Hashable = None
+        self._stepping = False
 
     def begin(self) -> None:
-        """Starts to bring what the last step began with; at the beginning of a step."""
-        self._clear()
-        self._bring_next()
+        """At the beginning of a step: brings what the last one began with, as far as there is room."""
+        for loan in self._borrowed:  # of a step that broke off
+            loan.channel.release(None)
+            self._drop(loan)
+        self._borrowed.clear()
+        self._stepping, self._last = True, None
+        self._bring_ahead()
 
     def borrow(self, key: Hashable, home: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-        """Copies on the device, which the current stream may read and write.
+        """Copies on the device, which the current stream may read and write until :meth:`give_back`.
 
         Args:
             key: names the piece of work, the same in every step.
@@ -180,27 +266,35 @@ class StateOffload:
                 :meth:`synchronize`.
             device: where they are worked on.
         """
-        self._release()
-        loan, self._ahead = self._ahead, None
-        if loan is not None and not (loan.key == key and loan.is_of(home)):
-            self._drop(loan)
-            loan = None
+        loan = self._expected(key, home)
         if loan is None:
-            loan = self._bring(key, home, device)
+            loan = self._loan(_Piece(key, home, device))
             self.fetched_late += 1
         else:
             self.fetched_ahead += 1
-        loan.channel.await_arrival(loan.arrived)
-        self._loans.append(loan)
-        self._followed_by[self._last] = (key, list(home), device)
+        self._borrowed.append(loan)
+        while not loan.complete:
+            self._bring(loan)
+        if loan.parcels:  # on one stream, so that the last one is the last to be there
+            loan.channel.await_arrival(loan.parcels[-1].arrived)
+        if self._last is None:
+            self._start = loan.piece
+        else:
+            self._followed_by[self._last] = loan.piece
         self._last = key
-        self._bring_next()
-        return list(loan.copies)  # whoever keeps one after giving it back keeps its memory too
+        self._bring_ahead()
+        return [copy for parcel in loan.parcels for copy in parcel.copies]  # who keeps one keeps its memory too
 
     def give_back(self, key: Hashable) -> None:
         """Starts to write the copies of a piece to the host, when the current stream is through with them."""
-        loan = next(loan for loan in self._loans if loan.key == key and not loan.returned)
-        loan.left, loan.returned = loan.channel.take_away(loan.copies, loan.home), True
+        loan = next(loan for loan in self._borrowed if loan.piece.key == key)
+        self._borrowed.remove(loan)
+        if any(not loan.piece.memory.isdisjoint(other.piece.memory) for other in self._ahead):
+            self._drop_ahead()  # they were read before this is written
+        for parcel in loan.parcels:
+            parcel.left = loan.channel.take_away(parcel.copies, parcel.home)
+            self._leaving.append((loan.channel, parcel))
+        self._bring_ahead()
 
     @contextmanager
     def lent(self, key: Hashable, home: Sequence[Tensor], device: torch.device) -> Iterator[list[Tensor]]:
@@ -212,10 +306,21 @@ class StateOffload:
             self.give_back(key)
 
     def finish(self) -> None:
-        """At the end of a step: nothing stays on the device. Bytes may still be on their way to the host."""
-        if self._last is not None:
-            self._followed_by[self._last] = None
-        self._clear()
+        """At the end of a step: what the next one begins with is all that stays, and no more than one bucket of it.
+
+        Bytes may still be on their way to the host; nothing waits for them but what is brought next.
+        """
+        self._stepping, self._last = False, None
+        self._drop_ahead()
+        self._let_go()
+        self._bring_ahead()
+        self.left_bytes = max(self.left_bytes, self.resident_bytes)
+
+    def settle(self) -> None:
+        """Before others read or write what lies on the host: all of it is there, and nothing is on the device."""
+        self._drop_ahead()
+        self._let_go()
+        self.synchronize()
 
     def synchronize(self) -> None:
         """Waits until all that was given back is on the host, where it may then be read."""
@@ -224,37 +329,89 @@ class StateOffload:
 
     # ------------------------------------------------------------------ pieces
 
-    def _bring(self, key: Hashable, home: Sequence[Tensor], device: torch.device) -> _Loan:
-        if device not in self._channels:
-            self._channels[device] = channel_to(device)
-        channel = self._channels[device]
-        copies, arrived = channel.bring(home)
-        loan = _Loan(key, list(home), copies, channel, arrived)
-        self.resident_bytes += loan.nbytes
-        self.moved_bytes += loan.nbytes
-        self.peak_bytes = max(self.peak_bytes, self.resident_bytes)
-        self.largest_bytes = max(self.largest_bytes, loan.nbytes)
-        return loan
-
-    def _bring_next(self) -> None:
-        following = self._followed_by.get(self._last)
-        if following is None or self._ahead is not None or any(loan.key == following[0] for loan in self._loans):
-            return
-        self._ahead = self._bring(*following)
-
-    def _clear(self) -> None:
-        self._release()
-        if self._ahead is not None:
-            self._drop(self._ahead)
-        self._ahead, self._last = None, None
-
-    def _release(self) -> None:
-        """Lets go of what was given back."""
-        for loan in [loan for loan in self._loans if loan.returned]:
-            self._loans.remove(loan)
+    def _expected(self, key: Hashable, home: Sequence[Tensor]) -> _Loan | None:
+        """What was brought ahead of this; what was brought for others, that were left out, is dropped."""
+        while self._ahead:
+            loan = self._ahead.popleft()
+            if loan.serves(key, home):
+                return loan
             self._drop(loan)
+        return None
+
+    def _loan(self, piece: _Piece) -> _Loan:
+        """A loan of which nothing is brought yet."""
+        if piece.device not in self._channels:
+            self._channels[piece.device] = channel_to(piece.device)
+        self.largest_bytes = max(self.largest_bytes, piece.nbytes)
+        return _Loan(piece, self._channels[piece.device])
+
+    def _bring_ahead(self) -> None:
+        """Brings what is expected next, as far as there is room."""
+        while True:
+            if not self._ahead or self._ahead[-1].complete:
+                following = self._following()
+                if following is None:
+                    return
+                self._ahead.append(self._loan(following))
+            loan = self._ahead[-1]
+            if not self._make_room(loan.next.nbytes):
+                if not loan.brought:
+                    self._ahead.pop()
+                return
+            self._bring(loan)
+
+    def _following(self) -> _Piece | None:
+        """The piece after those that are on their way; ``None`` where that is not known, or cannot be brought yet."""
+        if self._ahead:
+            piece = self._followed_by.get(self._ahead[-1].piece.key)
+        else:
+            piece = self._start if self._last is None else self._followed_by.get(self._last)
+        if piece is None or not piece.home:
+            return None
+        if self._last is not None and self._start is not None and piece.key == self._start.key:
+            return None  # of the next step
+        if any(loan.piece.key == piece.key for loan in self._ahead):
+            return None
+        return None if any(not piece.memory.isdisjoint(loan.piece.memory) for loan in self._borrowed) else piece
+
+    @property
+    def _room(self) -> int:
+        return (2 if self._stepping else 1) * self.largest_bytes
+
+    def _make_room(self, nbytes: int) -> bool:
+        """Lets go of what leaves, as far as that is needed; whether there is room then."""
+        while self._leaving and self.resident_bytes + nbytes > self._room:
+            self._let_go(1)
+        return self.resident_bytes + nbytes <= self._room
+
+    def _bring(self, loan: _Loan) -> None:
+        """Starts to bring the next parcel of a loan, whether there is room or not."""
+        parcel = loan.next
+        self._make_room(parcel.nbytes)
+        while any(not parcel.memory.isdisjoint(other.memory) for _, other in self._leaving):
+            self._let_go(1)  # what is read must have been written
+        parcel.versions = [_version(t) for t in parcel.home]
+        parcel.copies, parcel.arrived = loan.channel.bring(parcel.home)
+        loan.brought += 1
+        self.resident_bytes += parcel.nbytes
+        self.moved_bytes += parcel.nbytes
+        self.peak_bytes = max(self.peak_bytes, self.resident_bytes)
+
+    def _let_go(self, count: int | None = None) -> None:
+        """Gives the memory of what has been leaving for longest, or of all, to what is brought from here on."""
+        for _ in range(len(self._leaving) if count is None else count):
+            channel, parcel = self._leaving.popleft()
+            channel.release(parcel.left)
+            self.resident_bytes -= parcel.nbytes
+            parcel.copies.clear()
+
+    def _drop_ahead(self) -> None:
+        while self._ahead:
+            self._drop(self._ahead.pop())
 
     def _drop(self, loan: _Loan) -> None:
-        loan.channel.release(loan.left)
-        self.resident_bytes -= loan.nbytes
-        loan.copies.clear()
+        """Lets go of copies that are not to be written home; what is brought into their memory comes after them."""
+        for parcel in loan.parcels[: loan.brought]:
+            self.resident_bytes -= parcel.nbytes
+            parcel.copies.clear()
+        loan.brought = 0

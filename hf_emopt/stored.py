@@ -210,8 +210,8 @@ class Lender:
         flat = [value for s in here for value in s.values()]
         offload = offload if flat else None
         if offload is not None:
-            copies = iter(offload.borrow(name, flat, device))
-            here = [{k: next(copies) for k in s} for s in here]
+            copies = offload.borrow(name, flat, device)
+            here = [{k: copies.pop(0) for k in s} for s in here]
         lent = [
             {**{k: v for k, v in s.items() if k not in h}, **(unpacked(h, wide) if packed else h)}
             for s, h in zip(states, here)
@@ -223,7 +223,7 @@ class Lender:
                 for h, s in zip(here, lent):
                     update_packed(h, s, ok, generator)
         finally:
+            for s in (*lent, *here):  # before what comes next is given their memory
+                s.clear()
             if offload is not None:
                 offload.give_back(name)
-            for s in (*lent, *here):
-                s.clear()
