@@ -361,7 +361,7 @@ class StateOffload:
             self._bring(loan)
 
     def _following(self) -> _Piece | None:
-        """The piece after those that are on their way; ``None`` where that is not known, or cannot be brought yet."""
+        """The piece after those that are on their way; ``None`` where that is not known, or is one of the next step."""
         if self._ahead:
             piece = self._followed_by.get(self._ahead[-1].piece.key)
         else:
@@ -370,9 +370,7 @@ class StateOffload:
             return None
         if self._last is not None and self._start is not None and piece.key == self._start.key:
             return None  # of the next step
-        if any(loan.piece.key == piece.key for loan in self._ahead):
-            return None
-        return None if any(not piece.memory.isdisjoint(loan.piece.memory) for loan in self._borrowed) else piece
+        return None if any(loan.piece.key == piece.key for loan in self._ahead) else piece
 
     @property
     def _room(self) -> int:

@@ -29,7 +29,7 @@ class ClipReport:
 
     Attributes:
         max_logit: the largest of all heads, before the clip.
-        clipped: ``(module, head, gamma)`` of every head that was over the threshold.
+        clipped: ``(module, head, gamma)`` of every head that was over the threshold less its margin.
     """
 
     max_logit: float
@@ -49,6 +49,7 @@ def qk_clip(
     *,
     optimizer: torch.optim.Optimizer | None = None,
     modules: str | Sequence[str] | None = None,
+    margin: float = 0.0,
 ) -> ClipReport:
     """Scales queries and keys of the heads whose logits exceed a threshold, in place; called after ``optimizer.step()``.
 
@@ -71,16 +72,18 @@ def qk_clip(
             (``low_precision_weights``): these are scaled too. Needed where it trains the model; under DDP a collective for
             16-bit weights.
         modules: as for :class:`~hf_emopt.MaxLogits`.
+        margin: part of the threshold that is left free for what the next step adds, from 0 on and below 1: logits above
+            ``(1 - margin) * threshold`` are scaled to that. 0 is the paper's algorithm.
 
     Returns:
         What was clipped.
 
     Raises:
-        ValueError: threshold or balance is out of range, a name or a number of heads does not fit the model, a logit is NaN
-            or infinite, or a head exceeds the threshold where nothing can act: frozen weights, adapters, norms without
-            weights.
+        ValueError: threshold, balance or margin is out of range, a name or a number of heads does not fit the model, a
+            logit is NaN or infinite, or a head is to be scaled where nothing can act: frozen weights, adapters, norms
+            without weights.
     """
-    return clip_found(find_query_key(model, modules), max_logits, threshold, balance, optimizer)
+    return clip_found(find_query_key(model, modules), max_logits, threshold, balance, optimizer, margin)
 
 
 def clip_found(
@@ -89,9 +92,11 @@ def clip_found(
     threshold: float,
     balance: float,
     optimizer: torch.optim.Optimizer | None,
+    margin: float = 0.0,
 ) -> ClipReport:
     """As :func:`qk_clip`, of queries and keys that were found before."""
-    check_options(threshold, balance)
+    check_options(threshold, balance, margin)
+    line = (1.0 - margin) * threshold
     logits = _on_host(found, max_logits)
     values = torch.cat([*logits.values(), torch.full((1,), -torch.inf, dtype=torch.float64)])
     if (values.isnan() | values.isposinf()).any():
@@ -106,9 +111,9 @@ def clip_found(
     factors: dict[str, tuple[HeadRows, Tensor]] = {}
     clipped: list[tuple[str, int, float]] = []
     for name, value in logits.items():
-        gamma = torch.where(value > threshold, threshold / value, 1.0)
+        gamma = torch.where(value > line, line / value, 1.0)
         if bool((gamma < 1).any()):
-            _check_acts(found[name], value, threshold)
+            _check_acts(found[name], value, line)
             for rows, by_head in _shares(found[name], gamma, balance):
                 _multiply(factors, rows, by_head)
             clipped += [(name, h, float(g)) for h, g in enumerate(gamma.tolist()) if g < 1]
@@ -117,12 +122,14 @@ def clip_found(
     return ClipReport(float(values.max()), tuple(clipped))
 
 
-def check_options(threshold: float, balance: float) -> None:
-    """Raises where a threshold or a balance makes no sense."""
+def check_options(threshold: float, balance: float, margin: float) -> None:
+    """Raises where a threshold, a balance or a margin makes no sense."""
     if not 0.0 < threshold < float("inf"):
         raise ValueError(f"threshold={threshold!r} must be a positive number")
     if not 0.0 <= balance <= 1.0:
         raise ValueError(f"balance={balance!r} must lie between 0 (all to the key) and 1 (all to the query)")
+    if not 0.0 <= margin < 1.0:
+        raise ValueError(f"margin={margin!r} must be a part of the threshold, from 0 on and below 1")
 
 
 def _on_host(found: Mapping[str, QueryKey], max_logits: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -145,7 +152,7 @@ def _on_host(found: Mapping[str, QueryKey], max_logits: Mapping[str, Tensor]) ->
     return dict(zip(max_logits, flat.split([value.numel() for value in max_logits.values()])))
 
 
-def _check_acts(query_key: QueryKey, value: Tensor, threshold: float) -> None:
+def _check_acts(query_key: QueryKey, value: Tensor, line: float) -> None:
     if query_key.trains and not query_key.adapted:
         return
     why = (
@@ -155,7 +162,7 @@ def _check_acts(query_key: QueryKey, value: Tensor, threshold: float) -> None:
         else "neither its query nor its key has a weight that trains and acts on it (frozen, or normed without a weight, "
         "which bounds the logits by itself): leave the module out with modules=... or raise the threshold"
     )
-    raise ValueError(f"QK-clip: {query_key.name} has a logit of {float(value.max()):.4g} over {threshold:g}, and {why}")
+    raise ValueError(f"QK-clip: {query_key.name} has a logit of {float(value.max()):.4g} over {line:g}, and {why}")
 
 
 def _shares(query_key: QueryKey, gamma: Tensor, balance: float) -> list[tuple[HeadRows, Tensor]]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import hf_emopt.engine
+import hf_emopt.offload
 
 
 @dataclass
@@ -80,3 +81,68 @@ def late_copies() -> Iterator[Record]:
         yield record
     finally:
         engine.channel_to, engine.home_of = originals
+
+
+class TwoStreams:
+    """What comes and what goes, each in its own order, as late as anybody may wait; or what comes, as early as it may.
+
+    What is brought is garbage until it is waited for. It is what lies at home when that happens, or, ``early``, when it was
+    asked for: where bytes that are on their way home had to be there before, somebody must have said so (``release``).
+    What is taken away lies at home when it must, and the copies are garbage from then on: their memory is another's.
+    """
+
+    def __init__(self, early: bool) -> None:
+        self.early = early
+        self._brought: list[tuple[list[Tensor], list[Tensor], int]] = []
+        self._taken: list[tuple[list[Tensor], list[Tensor]]] = []
+        self._there = self._home = self._waited_for = 0
+
+    def bring(self, home: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
+        copies = [_garbage(t.detach().clone()) for t in home]
+        sources = [t.detach() for t in home]
+        if self.early:
+            self._take(self._waited_for)
+            sources = [t.clone() for t in sources]
+        self._brought.append((list(copies), sources, self._waited_for))
+        return copies, len(self._brought)
+
+    def await_arrival(self, arrived: Any) -> None:
+        for copies, sources, after in self._brought[self._there : arrived]:
+            self._take(after)
+            for copy, source in zip(copies, sources):
+                copy.copy_(source)
+        self._there = max(self._there, arrived)
+
+    def take_away(self, copies: Sequence[Tensor], home: Sequence[Tensor]) -> Any:
+        self._taken.append((list(home), [t.clone() for t in copies]))
+        for copy in copies:
+            _garbage(copy)
+        return len(self._taken)
+
+    def release(self, left: Any) -> None:
+        self._waited_for = max(self._waited_for, left or 0)
+
+    def synchronize(self) -> None:
+        self._take(len(self._taken))
+
+    def _take(self, mark: int) -> None:
+        for home, sources in self._taken[self._home : mark]:
+            for target, source in zip(home, sources):
+                target.data.copy_(source)  # it was counted as written to when it was asked for
+        self._home = max(self._home, mark)
+
+
+def _garbage(tensor: Tensor) -> Tensor:
+    return tensor.fill_(float("nan") if tensor.is_floating_point() else 77)
+
+
+@contextmanager
+def two_streams(early: bool) -> Iterator[None]:
+    """Has offloaded state that is first moved inside it take them."""
+    offload: Any = hf_emopt.offload
+    original = offload.channel_to
+    offload.channel_to = lambda device: TwoStreams(early)
+    try:
+        yield
+    finally:
+        offload.channel_to = original

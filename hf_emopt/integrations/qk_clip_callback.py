@@ -15,23 +15,26 @@ __all__ = ["QKClipCallback"]
 
 
 class QKClipCallback(TrainerCallback):
-    """Keeps attention logits at a threshold: ``Trainer(callbacks=[hf_emopt.QKClipCallback()])``.
+    """Keeps attention logits under a threshold: ``Trainer(callbacks=[hf_emopt.QKClipCallback()])``.
 
     After each optimizer step, queries and keys of the heads whose largest logit in the step's forward passes exceeded the
-    threshold are scaled, see :func:`hf_emopt.qk_clip`. The maximum is over all micro-batches of the step and over all
-    processes, so that weights stay the same everywhere. Evaluation is not measured. It works with every optimizer; those of
-    this package have the bits that they keep of 16-bit weights scaled too. Logs get ``qk_clip/max_logit``, the largest logit
-    since the last log, and ``qk_clip/clipped_heads``, how many times a head was clipped.
+    threshold less a margin are scaled to that, see :func:`hf_emopt.qk_clip`. The maximum is over all micro-batches of the
+    step and over all processes, so that weights stay the same everywhere. Evaluation is not measured. It works with every
+    optimizer; those of this package have the bits that they keep of 16-bit weights scaled too. Logs get
+    ``qk_clip/max_logit``, the largest logit since the last log, and ``qk_clip/clipped_heads``, how many times a head was
+    clipped.
 
-    Logits are those of the weights before the step, so the next step can find them over the threshold by what one step adds.
-    Choose a threshold that leaves room for that.
+    Logits are those of the weights before the step, so the next step finds them higher by what one step adds: that is what
+    the margin is for. A batch that is louder than those before it can still exceed the threshold once; it is clipped then.
 
     Args:
-        threshold: largest logit that is left alone; 100 in the paper.
+        threshold: largest logit that there is to be; 100 in the paper.
         every: optimizer steps from one clip to the next; in between nothing is measured.
         mode: ``"exact"`` or ``"bound"``, see :class:`hf_emopt.MaxLogits`.
         balance: the query's share of a factor as an exponent, 0 to 1.
         modules: regular expressions for attention modules' names; the others are left alone.
+        margin: part of the threshold that is left free for what ``every`` steps add, from 0 on and below 1. 0 is the
+            paper's algorithm, which scales to the threshold itself.
 
     Raises:
         ValueError: a value is out of range.
@@ -44,14 +47,15 @@ class QKClipCallback(TrainerCallback):
         mode: Literal["exact", "bound"] = "exact",
         balance: float = 0.5,
         modules: str | Sequence[str] | None = None,
+        margin: float = 0.1,
     ) -> None:
-        check_options(threshold, balance)
+        check_options(threshold, balance, margin)
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ValueError(f"every={every!r} must be a whole number of optimizer steps, at least 1")
         if mode not in ("exact", "bound"):
             raise ValueError(f"mode={mode!r} is not one of 'exact', 'bound'")
         self.threshold, self.every, self.mode = threshold, every, mode
-        self.balance, self.modules = balance, modules
+        self.balance, self.modules, self.margin = balance, modules, margin
         self._recorder: MaxLogits | None = None
         self._largest, self._clipped = float("-inf"), 0
 
@@ -111,7 +115,7 @@ class QKClipCallback(TrainerCallback):
         recorder.stop()
         logits = recorder.max_logits()
         optimizer = unwrap_optimizer(kwargs.get("optimizer"))
-        report = clip_found(recorder.found, logits, self.threshold, self.balance, optimizer)
+        report = clip_found(recorder.found, logits, self.threshold, self.balance, optimizer, self.margin)
         if report.max_logit == float("-inf"):
             raise RuntimeError(
                 "QKClipCallback: no attention logit was measured in a step. The model's forward pass did not run its "

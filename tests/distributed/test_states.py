@@ -9,6 +9,7 @@ import pytest
 import torch
 from adapters_zoo import MODES, adapters_zoo
 from harness import World
+from late_copies import two_streams
 from test_parity import digest
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -49,10 +50,12 @@ def trained(rule: str, layout: str, steps: int, every_size: bool = False, **opti
         optimizer = build(model, rule, **options)
         train(model, optimizer, steps)
         offload = optimizer._current_engine().offload
+        left = None if offload is None else offload.resident_bytes
         return {
             "weights": weights(model),
             "codes": sum(v.dtype is torch.uint8 for s in optimizer.state.values() for v in s.values()),
-            "offload": None if offload is None else vars(offload),
+            "offload": None if offload is None else {k: v for k, v in vars(offload).items() if k[0] != "_"},
+            "left": left,
         }
     finally:
         moments._MIN_NUMEL, moments._MIN_ROW = least
@@ -109,17 +112,18 @@ def with_and_without(rule: str, layout: str, dtype: str, **options: Any) -> dict
     kind = getattr(torch, dtype)
     steps = steps_of(rule) + 1
     plain = trained(rule, layout, steps, dtype=kind, **options)
-    moved = trained(rule, layout, steps, dtype=kind, offload_state="cpu", **options)
+    with two_streams(early=layout == "hsdp"):
+        moved = trained(rule, layout, steps, dtype=kind, offload_state="cpu", **options)
     same = [name for name, value in plain["weights"].items() if torch.equal(value, moved["weights"][name])]
-    return {**moved["offload"], "different": sorted(set(plain["weights"]) - set(same)), "_loans": None, "_followed_by": None,
-            "_channels": None}  # fmt: skip
+    return {**moved["offload"], "different": sorted(set(plain["weights"]) - set(same)), "left": moved["left"]}
 
 
 @pytest.mark.parametrize(("rule", "layout", "dtype"), offload_cases())
 def test_offload_changes_no_bit_and_keeps_two_pieces_at_most(two: World, rule: str, layout: str, dtype: str) -> None:
     for result in two.run(with_and_without, rule=rule, layout=layout, dtype=dtype):
         assert result["different"] == []
-        assert result["resident_bytes"] == 0
+        assert 0 < result["left"] <= result["left_bytes"] <= result["largest_bytes"]
+        assert result["resident_bytes"] == 0  # state was asked for
         assert 0 < result["largest_bytes"] <= result["peak_bytes"] <= 2 * result["largest_bytes"]
         assert result["fetched_ahead"] > 0
 
