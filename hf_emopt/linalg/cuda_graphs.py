@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,7 +33,7 @@ Pair = tuple[Tensor, Tensor]
 @dataclass
 class _Recording:
     graph: torch.cuda.CUDAGraph
-    source: Tensor
+    sources: tuple[Tensor, ...]
     result: Pair
     size: int
 
@@ -54,44 +54,49 @@ def usable(batch: int, m: int, n: int, device: torch.device) -> bool:
 
 
 def recorded(
-    key: Hashable, like: Tensor, device: torch.device, fill: Callable[[Tensor], Tensor], work: Callable[[Tensor], Pair]
+    key: Hashable,
+    likes: Sequence[Tensor],
+    device: torch.device,
+    fill: Callable[..., object],
+    work: Callable[..., Pair],
 ) -> Pair:
-    """``work(fill(x))``, the work replayed from its second call on.
+    """``work(*sources)`` after ``fill(*sources)``, the work replayed from its second call on.
 
     Args:
         key: everything that the work depends on but the numbers in its input.
-        like: has shape, strides and dtype of the input; needs no memory.
-        fill: writes the input into the tensor that it is given.
+        likes: have shapes, strides and dtypes of the sources; need no memory.
+        fill: writes the input into the tensors that it is given.
         work: launches on the current stream alone and allocates nothing that outlives it but its result, which is
             overwritten by the next call with this key.
     """
     full_key = (key, device, torch.cuda.current_stream(device).cuda_stream)
     if full_key not in _seen:
-        result = work(
-            fill(torch.empty_like(like, device=device))
-        )  # compiles what has to be, and shows the libraries the shapes
+        # Compiles what has to be, and shows the libraries the shapes.
+        sources = [torch.empty_like(like, device=device) for like in likes]
+        fill(*sources)
+        result = work(*sources)
         _remember(full_key, None)
         return result
     recording = _seen[full_key]
     if recording is None:
-        recording = _record(like, device, work)
+        recording = _record(likes, device, work)
         _remember(full_key, recording)
     _seen.move_to_end(full_key)
-    fill(recording.source)
+    fill(*recording.sources)
     recording.graph.replay()
     return recording.result
 
 
-def _record(like: Tensor, device: torch.device, work: Callable[[Tensor], Pair]) -> _Recording:
-    # The source must hold numbers, since work runs on it once while it is recorded only.
-    source = torch.zeros_like(like, device=device)
+def _record(likes: Sequence[Tensor], device: torch.device, work: Callable[..., Pair]) -> _Recording:
+    # The sources must hold numbers, since work runs on them once while it is recorded only.
+    sources = tuple(torch.zeros_like(like, device=device) for like in likes)
     before = torch.cuda.memory_reserved(device)
     graph = torch.cuda.CUDAGraph()
     # Other threads (data loading, collectives' watchdogs) may use the device meanwhile.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        result = work(source)
-    size = torch.cuda.memory_reserved(device) - before + source.numel() * source.element_size()
-    return _Recording(graph, source, result, size)
+        result = work(*sources)
+    size = torch.cuda.memory_reserved(device) - before + sum(x.numel() * x.element_size() for x in sources)
+    return _Recording(graph, sources, result, size)
 
 
 def _remember(key: Hashable, recording: _Recording | None) -> None:

@@ -27,7 +27,8 @@ from torch import Tensor
 
 from hf_emopt.linalg import cuda_graphs
 from hf_emopt.linalg.coefficients import Triple
-from hf_emopt.linalg.symmetric import Backend, _is_plain, _symmul_into, kernels_pay, normalize_cast
+from hf_emopt.linalg.symmetric import Backend, _is_plain, _symmul_into, _transposed, kernels_pay, normalize_cast
+from hf_emopt.linalg.triton import variants
 from hf_emopt.linalg.triton.runtime import on
 
 __all__ = ["ERROR_LIMIT", "find_restart_steps", "gram_flops", "gram_iterate", "iterate", "standard_iterate"]
@@ -123,11 +124,25 @@ def gram_flops(m: int, n: int, steps: int, restarts: int) -> int:
 
 
 def _product(
-    a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float, diagonal: float, backend: Backend
+    a: Tensor,
+    b: Tensor,
+    c: Tensor | None,
+    alpha: float,
+    beta: float,
+    diagonal: float,
+    backend: Backend,
+    correction: Tensor | None = None,
+    power: int = 1,
 ) -> Tensor:
-    """``alpha A B + beta C + diagonal I`` of commuting symmetric matrices, into a new tensor."""
+    """``alpha A B + beta C + diagonal I`` of commuting symmetric matrices, into a new tensor. With a ``correction`` always on
+    the kernels; see :func:`~hf_emopt.linalg.triton.symmetric_launch.symmetric_product`."""
     out = a.new_empty((*a.shape[:-1], a.shape[-2]))
-    _symmul_into(a, b, c, out, alpha, beta, diagonal, backend)
+    if correction is None:
+        _symmul_into(a, b, c, out, alpha, beta, diagonal, backend)
+        return out
+    from hf_emopt.linalg.triton.symmetric_launch import symmetric_product
+
+    symmetric_product(a, b, c, out, alpha=alpha, beta=beta, diagonal=diagonal, correction=correction, power=power)
     return out
 
 
@@ -152,7 +167,7 @@ def start_factor(dtype: torch.dtype, safety_factor: float) -> float:
 
 
 def standard_iterate(
-    x: Tensor, steps: Sequence[Triple], tall: bool, backend: Backend = "auto"
+    x: Tensor, steps: Sequence[Triple], tall: bool, backend: Backend = "auto", correction: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The standard form up to the last product: ``B`` and ``X``, of which the result is ``B X / scale``.
 
@@ -163,6 +178,8 @@ def standard_iterate(
     Args:
         x: ``(m, n)`` or ``(B, m, n)``, scaled by :func:`start_factor`.
         tall: rows are the long side: ``X^T X``, and ``X <- X B``.
+        correction: ``(B,)`` float32, what ``x`` is still to be multiplied by; on the kernels alone, and not with ``c`` = 0 in
+            the first step.
     """
     shrink = 1.0 / _scales(x.dtype)[0] ** 2
     polynomial = x
@@ -170,19 +187,26 @@ def standard_iterate(
         if number > 0:
             x = _apply(polynomial, x, tall)
         rows = x.mT if tall else x
+        left = correction if number == 0 else None
         if c == 0.0:
+            assert left is None
             polynomial = _product(rows, rows, None, b * shrink, 0.0, a, backend)
         elif x.dtype == torch.bfloat16:
-            square = _product(rows, rows, None, shrink, 0.0, 0.0, backend)
-            polynomial = _product(square, square, square, c, b, a, backend)
+            square = _product(rows, rows, None, shrink, 0.0, 0.0, backend, left, power=2)
+            polynomial = _product(square, square, square, c, b, a, backend, left)
         else:
-            square = _product(rows, rows, None, shrink, 0.0, b / (2 * c), backend)
-            polynomial = _product(square, square, None, c, 0.0, a - b * b / (4 * c), backend)
+            square = _product(rows, rows, None, shrink, 0.0, b / (2 * c), backend, left, power=2)
+            polynomial = _product(square, square, None, c, 0.0, a - b * b / (4 * c), backend, left)
     return polynomial, x
 
 
 def gram_iterate(
-    x: Tensor, steps: Sequence[Triple], restarts: Sequence[int], tall: bool, backend: Backend = "auto"
+    x: Tensor,
+    steps: Sequence[Triple],
+    restarts: Sequence[int],
+    tall: bool,
+    backend: Backend = "auto",
+    correction: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The Gram form up to the last product: ``Q`` and ``X``. Arguments as for :func:`standard_iterate`, and the steps to
     restart before."""
@@ -192,22 +216,28 @@ def gram_iterate(
         if start > 0:
             x = _apply(q, x, tall)
         rows = x.mT if tall else x
-        r = _product(rows, rows, None, gram_scale / scale**2, 0.0, 0.0, backend)
-        q = _segment(r, steps[start:end], gram_scale, backend)
+        left = correction if start == 0 else None
+        r = _product(rows, rows, None, gram_scale / scale**2, 0.0, 0.0, backend, left, power=2)
+        q = _segment(r, steps[start:end], gram_scale, backend, left)
     return q, x
 
 
-def _segment(r: Tensor, steps: Sequence[Triple], scale: float, backend: Backend) -> Tensor:
-    """``Q`` after ``steps`` for ``R / scale``: ``P = a I + b R + c R R``, ``Q <- Q P``, ``R <- P (R P)``."""
+def _segment(
+    r: Tensor, steps: Sequence[Triple], scale: float, backend: Backend, correction: Tensor | None = None
+) -> Tensor:
+    """``Q`` after ``steps`` for ``R / scale``: ``P = a I + b R + c R R``, ``Q <- Q P``, ``R <- P (R P)``; in the end times
+    ``correction``."""
     q: Tensor | None = None
     for number, (a, b, c) in enumerate(steps):
+        last = correction if number == len(steps) - 1 else None
         if c == 0.0:
+            assert q is not None or last is None
             p = (r.float() if r.dtype == torch.float16 else r) * (b / scale)
             p.diagonal(dim1=-2, dim2=-1).add_(a)
             p = p.to(r.dtype)
         else:
-            p = _product(r, r, r, c / scale**2, b / scale, a, backend)
-        q = p if q is None else _product(q, p, None, 1.0, 0.0, 0.0, backend)
+            p = _product(r, r, r, c / scale**2, b / scale, a, backend, last if q is None else None)
+        q = p if q is None else _product(q, p, None, 1.0, 0.0, 0.0, backend, last)
         if number < len(steps) - 1:
             r = _product(p, _product(r, p, None, 1.0, 0.0, 0.0, backend), None, 1.0, 0.0, 0.0, backend)
     assert q is not None
@@ -259,10 +289,10 @@ def _iterate_there(
     tall = x.shape[-2] > x.shape[-1]
     factor = start_factor(dtype, safety_factor)
 
-    def work(y: Tensor) -> tuple[Tensor, Tensor]:
+    def work(y: Tensor, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
         if restarts is None:
-            return standard_iterate(y, steps, tall, backend)
-        return gram_iterate(y, steps, restarts, tall, backend)
+            return standard_iterate(y, steps, tall, backend, correction)
+        return gram_iterate(y, steps, restarts, tall, backend, correction)
 
     batch = x.shape[0] if x.ndim == 3 else 1
     if restarts is not None and dtype == torch.float16 and _fits_one_program(x, batch, backend):
@@ -272,27 +302,65 @@ def _iterate_there(
         batched = (x, out) if x.ndim == 3 else (x[None], out[None])
         small_gram_newton_schulz(batched[0], coefficients, restarts, safety_factor, batched[1])
         return out
+    likes = [_dense(x, dtype)]
+    if _estimates(x, steps, dtype, backend):
+        likes.append(torch.empty(batch, dtype=torch.float32, device="meta"))
+
+    def fill(*outs: Tensor) -> None:
+        _start(x, factor, backend, *outs)
+
     if cuda_graphs.usable(batch, min(x.shape[-2:]), max(x.shape[-2:]), x.device):
         whole = x.numel() <= _COPIED_ELEMENTS
-        like = _dense(x, x.dtype if whole else dtype)
         places = None if restarts is None else tuple(restarts)
-        kind = (like.stride(), like.dtype, dtype, backend, kernels_pay(x.device))
+        kind = (
+            x.dtype if whole else dtype,
+            likes[0].stride(),
+            dtype,
+            backend,
+            kernels_pay(x.device),
+            variants.chosen(),
+        )
         key = (tuple(x.shape), *kind, tuple(coefficients), places, safety_factor)
         if whole:
             polynomial, y = cuda_graphs.recorded(
                 key,
-                like,
+                [_dense(x, x.dtype)],
                 x.device,
-                lambda out: out.copy_(x),
-                lambda source: work(normalize_cast(source, dtype, factor, backend=backend)),
+                lambda copy: copy.copy_(x),
+                lambda copy: work(*_started(copy, factor, backend, likes)),
             )
         else:
-            polynomial, y = cuda_graphs.recorded(
-                key, like, x.device, lambda out: normalize_cast(x, dtype, factor, out=out, backend=backend), work
-            )
+            polynomial, y = cuda_graphs.recorded(key, likes, x.device, fill, work)
     else:
-        polynomial, y = work(normalize_cast(x, dtype, factor, backend=backend))
+        polynomial, y = work(*_started(x, factor, backend, likes))
     return _apply(polynomial, y, tall, 1.0 / _scales(y.dtype)[0])
+
+
+def _estimates(x: Tensor, steps: Sequence[Triple], dtype: torch.dtype, backend: Backend) -> bool:
+    """Whether the matrix is normalized by an estimate, and the rest by the first products."""
+    if not variants.enabled("estimate") or backend == "torch" or not kernels_pay(x.device) or not steps:
+        return False
+    known = x.dtype in (torch.float32, torch.bfloat16, torch.float16) and dtype in (torch.bfloat16, torch.float16)
+    return known and steps[0][2] != 0.0
+
+
+def _start(x: Tensor, factor: float, backend: Backend, out: Tensor, correction: Tensor | None = None) -> None:
+    """``factor X / ||X||`` into ``out``; where there is a ``correction`` that is left to be multiplied by, into it."""
+    if correction is None:
+        normalize_cast(x, out.dtype, factor, out=out, backend=backend)
+        return
+    from hf_emopt.linalg.triton.estimated_launch import estimated_cast
+
+    if _transposed(x):
+        x, out = x.mT, out.mT
+    x = x.contiguous()
+    estimated_cast(*((x, factor, out) if x.ndim == 3 else (x[None], factor, out[None])), correction)
+
+
+def _started(x: Tensor, factor: float, backend: Backend, likes: Sequence[Tensor]) -> list[Tensor]:
+    outs = [torch.empty_like(like, device=x.device) for like in likes]
+    _start(x, factor, backend, *outs)
+    return outs
 
 
 # Up to here a copy of the input costs a GPU less than two launches of the normalization cost a host: both become part of
@@ -313,7 +381,7 @@ def _fits_one_program(x: Tensor, batch: int, backend: Backend) -> bool:
 
 def _dense(x: Tensor, dtype: torch.dtype) -> Tensor:
     """A tensor without memory that has the shape and strides of a normalized ``x``."""
-    if x.stride(-1) != 1 and x.mT.is_contiguous():
+    if _transposed(x):
         return torch.empty(x.mT.shape, dtype=dtype, device="meta").mT
     return torch.empty(x.shape, dtype=dtype, device="meta")
 

@@ -18,7 +18,13 @@ import triton.language as tl  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from hf_emopt.linalg.triton import elementwise_kernels, run_kernels, small_kernels, symmetric_kernels  # noqa: E402
+from hf_emopt.linalg.triton import (  # noqa: E402
+    elementwise_kernels,
+    estimated_kernels,
+    run_kernels,
+    small_kernels,
+    symmetric_kernels,
+)
 from hf_emopt.linalg.triton.configs import CANDIDATES, POINTERS, Config  # noqa: E402
 
 ASSEMBLER = next((Path(triton.__file__).parent / "backends" / "nvidia" / "bin").glob("ptxas*"))
@@ -44,16 +50,21 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], arch
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
-def symmetric_product(config: Config, arch: int, with_c: bool, out: str = "fp16", trans: bool = False) -> Any:
+def symmetric_product(
+    config: Config, arch: int, with_c: bool, out: str = "fp16", trans: bool = False, variants: bool = False
+) -> Any:
+    """``variants``: with all that a launch may ask for."""
     shared = {
         "HAS_C": with_c,
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k,
         "UPCAST": False,
-        "PDL": False,
+        "PDL": variants and arch >= 90,
+        "CORRECTED": int(variants),
+        **({} if variants else {"correction_ptr": None}),
     }
-    scalars = {"alpha": "fp32", "beta": "fp32", "diagonal": "fp32", "tiles_ptr": "*i32"}
+    scalars = {"alpha": "fp32", "beta": "fp32", "diagonal": "fp32", "tiles_ptr": "*i32", "correction_ptr": "*fp32"}
     if not config.descriptors:
         pointers = {"a_ptr": "*fp16", "b_ptr": "*fp16", "c_ptr": f"*{out}", "d_ptr": f"*{out}"}
         constants = {**shared, "EVEN_K": True, "a_col": 1, "b_col": 1}
@@ -75,7 +86,8 @@ def symmetric_product(config: Config, arch: int, with_c: bool, out: str = "fp16"
         "d_desc": block(out, side, side),
     }
     square = config.block_m == config.block_n
-    constants = {**shared, "SQUARE": square, "TRANS": trans, **({"b_desc": None, "side_desc": None} if square else {})}
+    unused = {"b_desc": None, "side_desc": None} if square else {}
+    constants = {**shared, "SQUARE": square, "TRANS": trans, "DIAGONAL": 2 * int(variants), **unused}
     if not with_c:
         constants["c_desc"] = None
     kernel = symmetric_kernels.symmetric_product_descriptor_kernel
@@ -101,12 +113,12 @@ def assembler_warnings(kernel: Any, tmp_path: Path) -> str:
     return run.stderr
 
 
-@pytest.mark.parametrize("with_c", [False, True])
+@pytest.mark.parametrize(("with_c", "variants"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize(
     ("arch", "config"), [(arch, config) for arch, configs in CANDIDATES.items() for config in configs], ids=str
 )
-def test_every_configuration(arch: int, config: Config, with_c: bool, tmp_path: Path) -> None:
-    kernel = symmetric_product(config, arch, with_c)
+def test_every_configuration(arch: int, config: Config, with_c: bool, variants: bool, tmp_path: Path) -> None:
+    kernel = symmetric_product(config, arch, with_c, variants=variants)
     ptx = kernel.asm["ptx"]
     assert TENSOR_CORES[arch] in ptx
     assert ("cp.async.bulk.tensor" in ptx) == config.descriptors
@@ -122,6 +134,30 @@ def test_float32_results(config: Config, tmp_path: Path) -> None:
     kernel = symmetric_product(config, 90, True, out="fp32")
     assert "wgmma.mma_async" in kernel.asm["ptx"]
     assert spilled_bytes(kernel, tmp_path) == 0
+
+
+def test_the_next_kernel_is_let_in_after_the_sums() -> None:
+    """Before them its programs would take the places of programs of this one."""
+    ptx = symmetric_product(Config(128, 128, 64, 4, 3), 90, False, variants=True).asm["ptx"]
+    places = [(ptx.index("griddepcontrol.wait"), "wait")]
+    for name in ("wgmma.mma_async", "griddepcontrol.launch_dependents", "cp.async.bulk.tensor.3d.global"):
+        places += [(found.start(), name) for found in re.finditer(re.escape(name), ptx)]
+    order = [name for _, name in sorted(places)]
+    assert order[0] == "wait"
+    for i, name in enumerate(order):
+        if name == "griddepcontrol.launch_dependents":
+            assert order[i - 1] == "wgmma.mma_async"
+            assert order[i + 1] == "cp.async.bulk.tensor.3d.global"
+    assert order.count("griddepcontrol.launch_dependents") == 2
+
+
+def test_a_square_on_the_diagonal_reads_its_block_once() -> None:
+    def loads(variants: bool) -> int:
+        ptx = symmetric_product(Config(128, 128, 64, 4, 3), 90, False, variants=variants).asm["ptx"]
+        return len(re.findall(r"cp\.async\.bulk\.tensor\.3d\.shared", ptx))
+
+    # Two before the loop and one in it: of two factors in the one branch, of one in the other.
+    assert (loads(False), loads(True)) == (6, 9)
 
 
 def test_tall_matrices_are_read_in_place(tmp_path: Path) -> None:
@@ -161,7 +197,11 @@ def test_memory_bound_kernels(arch: int, tmp_path: Path) -> None:
     """Loads of 16 bytes a thread."""
     pointers = {"x_ptr": "*fp32", "y_ptr": "*fp16", "exponent_ptr": "*i32", "sum_ptr": "*fp32", "factor": "fp32"}
     constants = {"CHUNK": 16384, "BLOCK": 4096, "PARTS": 64}
+    estimated = {**pointers, "estimate_exponent_ptr": "*i32", "estimate_ptr": "*fp32", "correction_ptr": "*fp32"}
+    whole = {"BLOCK": 8192, "PER_PROGRAM": 8, "SAMPLES": 1024}
     kernels = [
+        compiled(estimated_kernels.estimated_cast_kernel, estimated, whole, arch, 8, 3),
+        compiled(estimated_kernels.correct_kernel, estimated, {"BLOCK": 8192, "PARTS": 1024}, arch, 8, 3),
         compiled(elementwise_kernels.cast_kernel, pointers, constants, arch, 8, 3),
         compiled(elementwise_kernels.sum_of_squares_kernel, pointers, {"CHUNK": 16384, "BLOCK": 4096}, arch, 8, 3),
     ]

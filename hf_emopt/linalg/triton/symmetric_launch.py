@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_emopt.linalg.triton import configs
+from hf_emopt.linalg.triton import configs, variants
 from hf_emopt.linalg.triton.configs import Config
 from hf_emopt.linalg.triton.launching import launch, specialization
 from hf_emopt.linalg.triton.runtime import architecture, interpreting
@@ -17,6 +18,32 @@ from hf_emopt.linalg.triton.runtime import architecture, interpreting
 __all__ = ["symmetric_product", "tile_table"]
 
 _LARGEST_OFFSET = 2**31 - 1
+# FLOPs of a product (one triangle) up to which its start may overlap the end of the one before: some 0.1 ms on sm_90.
+_SHORT_FLOPS = 5e10
+
+
+@dataclass(frozen=True)
+class _Scalars:
+    """``alpha (A B^T + start C) + diagonal I``, times powers of numbers in memory; see ``CORRECTED`` of the kernels."""
+
+    alpha: float
+    start: float
+    diagonal: float
+    correction: Tensor | None
+    power: int
+
+    @property
+    def numbers(self) -> tuple[float, float, float]:
+        return self.alpha, self.start, self.diagonal
+
+
+@dataclass(frozen=True)
+class _Form:
+    """What is compiled for a product beside its tiles."""
+
+    trans: bool
+    pdl: bool
+    diagonal: int
 
 
 @functools.lru_cache(maxsize=1024)
@@ -104,7 +131,8 @@ def symmetric_product(
     beta: float,
     diagonal: float = 0.0,
     config: Config | None = None,
-    pdl: bool = False,
+    correction: Tensor | None = None,
+    power: int = 1,
 ) -> Tensor:
     """``out = alpha A B^T + beta C + diagonal I``.
 
@@ -112,13 +140,17 @@ def symmetric_product(
         a, b: ``(B, m, k)`` or ``(m, k)``, bfloat16 or float16, any strides; ``A B^T`` must be symmetric.
         c, out: ``(B, m, m)`` or ``(m, m)``, rows contiguous. ``c`` may be ``out``.
         config: tiles; ``None`` takes them from the table.
-        pdl: let the kernel start while the one before it ends (sm_90 and later).
+        correction: ``(B,)`` float32 on the device, ``t``: the result is ``t (alpha A B^T + beta C + diagonal I)`` for
+            ``power=1``, and ``t^2 alpha A B^T + diagonal I`` for ``power=2``, which takes no ``c``.
 
     Raises:
-        ValueError: strides so long that a tile does not fit in 32-bit offsets, or ``alpha`` 0 with a ``beta``.
+        ValueError: strides so long that a tile does not fit in 32-bit offsets, ``alpha`` 0 with a ``beta``, or a ``c`` with
+            ``power=2``.
     """
     if alpha == 0.0 and c is not None and beta != 0.0:
         raise ValueError("alpha must not be 0 with beta C: sums start from beta / alpha C")
+    if correction is not None and power == 2 and c is not None:
+        raise ValueError("a correction with power=2 belongs to alpha alone: leave out c")
     a, b, out = _as_batch(a), _as_batch(b), _as_batch(out)
     c = None if c is None else _as_batch(c)
     batch, m, k = a.shape
@@ -129,17 +161,29 @@ def symmetric_product(
     trans = a.stride(-1) != 1
     inputs = (a.mT, b.mT) if trans else (a, b)
     others = (out,) if c is None else (c, out)
+    chosen = variants.chosen()
+    form = _Form(
+        trans,
+        pdl="overlap" in chosen and _can_overlap(a.device) and batch * m * m * k <= _SHORT_FLOPS,
+        diagonal=0 if "diagonal" not in chosen else 2 if _same(a, b) else 1,
+    )
+    # Sums start from C.
+    start = beta / alpha if beta else 0.0
+    scalars = _Scalars(alpha, start, diagonal, correction, 0 if correction is None else power)
     if config.descriptors and all(_describable(x) for x in (*inputs, *others)):
-        _launch_descriptors(inputs, c, out, (alpha, beta, diagonal), config, trans, pdl)
+        _launch_descriptors(inputs, c, out, scalars, config, form)
     else:
-        _launch_pointers(a, b, c, out, (alpha, beta, diagonal), config, pdl)
+        _launch_pointers(a, b, c, out, scalars, config, form)
     return out
 
 
-def _with_start(scalars: tuple[float, float, float]) -> tuple[float, float, float]:
-    """``alpha (A B^T + (beta / alpha) C)``: the kernels start their sums from ``C``."""
-    alpha, beta, diagonal = scalars
-    return alpha, beta / alpha if beta else 0.0, diagonal
+def _same(a: Tensor, b: Tensor) -> bool:
+    return b.data_ptr() == a.data_ptr() and b.stride() == a.stride()
+
+
+def _can_overlap(device: torch.device) -> bool:
+    capability = None if interpreting() else architecture(device)
+    return capability is not None and capability >= 90
 
 
 def _options(config: Config, pdl: bool) -> dict[str, Any]:
@@ -153,24 +197,23 @@ def _launch_descriptors(
     inputs: tuple[Tensor, Tensor],
     c: Tensor | None,
     out: Tensor,
-    scalars: tuple[float, float, float],
+    scalars: _Scalars,
     config: Config,
-    trans: bool,
-    pdl: bool,
+    form: _Form,
 ) -> None:
     from hf_emopt.linalg.triton.symmetric_kernels import symmetric_product_descriptor_kernel as kernel
 
     a, b = inputs
     batch, m = out.shape[:2]
-    k = a.shape[1] if trans else a.shape[2]
+    k = a.shape[1] if form.trans else a.shape[2]
     block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
     side = min(block_m, block_n)
     tiles, count = tile_table(m, block_m, block_n, config.group, out.device)
-    same = block_m == block_n and b.data_ptr() == a.data_ptr() and b.stride() == a.stride()
+    same = block_m == block_n and _same(a, b)
     longer = b if block_m < block_n else a
 
     def factor(x: Tensor, rows: int) -> Any:
-        return _descriptor(x, *((block_k, rows) if trans else (rows, block_k)))
+        return _descriptor(x, *((block_k, rows) if form.trans else (rows, block_k)))
 
     arguments = (
         factor(a, block_m),
@@ -178,21 +221,30 @@ def _launch_descriptors(
         None if block_m == block_n else factor(longer, side),
         None if c is None else _descriptor(c, block_m, block_n),
         _descriptor(out, side, side),
+        scalars.correction,
         tiles,
         count,
         k,
-        *_with_start(scalars),
+        *scalars.numbers,
         c is not None,
         same,
-        trans,
+        form.trans,
         block_m,
         block_n,
         block_k,
         interpreting(),
-        pdl,
+        form.pdl,
+        scalars.power,
+        form.diagonal,
     )
-    key = ("descriptors", config, a.dtype, out.dtype, c is None, same, trans, pdl, k % 16 == 0, k == 1, a.device)
-    launch(kernel, key, count * batch, arguments, _options(config, pdl), out.device)
+    special = (k % 16 == 0, k == 1, _special(scalars))
+    key = ("descriptors", config, a.dtype, out.dtype, c is None, same, form, special, a.device)
+    launch(kernel, key, count * batch, arguments, _options(config, form.pdl), out.device)
+
+
+def _special(scalars: _Scalars) -> Hashable:
+    correction = scalars.correction
+    return None if correction is None else (scalars.power, specialization((correction,), ()))
 
 
 def _launch_pointers(
@@ -200,9 +252,9 @@ def _launch_pointers(
     b: Tensor,
     c: Tensor | None,
     out: Tensor,
-    scalars: tuple[float, float, float],
+    scalars: _Scalars,
     config: Config,
-    pdl: bool,
+    form: _Form,
 ) -> None:
     from hf_emopt.linalg.triton.symmetric_kernels import symmetric_product_pointer_kernel as kernel
 
@@ -222,18 +274,20 @@ def _launch_pointers(
         b,
         c_like,
         out,
+        scalars.correction,
         tiles,
         count,
         *integers,
-        *_with_start(scalars),
+        *scalars.numbers,
         c is not None,
         config.block_m,
         config.block_n,
         config.block_k,
         k % config.block_k == 0,
         interpreting(),
-        pdl,
+        form.pdl,
+        scalars.power,
     )
-    special = specialization((a, b, c_like, out), integers)
-    key = ("pointers", config, c is None, pdl, k % config.block_k == 0, special, a.device)
-    launch(kernel, key, count * batch, arguments, _options(config, pdl), out.device)
+    special = (specialization((a, b, c_like, out), integers), _special(scalars))
+    key = ("pointers", config, c is None, form.pdl, k % config.block_k == 0, special, a.device)
+    launch(kernel, key, count * batch, arguments, _options(config, form.pdl), out.device)

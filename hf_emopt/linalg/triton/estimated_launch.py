@@ -1,0 +1,50 @@
+"""Launches the normalization that reads its input once."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_emopt.linalg.triton.launching import launch, specialization
+from hf_emopt.linalg.triton.runtime import multiprocessors
+
+__all__ = ["estimated_cast"]
+
+# Numbers whose squares are summed together: the same whatever the batch.
+_BLOCK = 8192
+_SAMPLES = 1024
+_PARTS = 1024
+
+
+def estimated_cast(x: Tensor, factor: float, out: Tensor, correction: Tensor) -> None:
+    """``out = factor X / ||X||_F / correction`` for each of ``(B, m, n)`` contiguous matrices, and ``(B,)`` float32
+    corrections between 1/4 and 4; see :mod:`estimated_kernels`."""
+    from hf_emopt.linalg.triton.estimated_kernels import correct_kernel, estimated_cast_kernel
+
+    batch, size, device = x.shape[0], x.shape[1] * x.shape[2], x.device
+    parts = -(-size // _BLOCK)
+    # Several programs for every multiprocessor, and of large matrices several blocks a program.
+    per_program = 1
+    while per_program < 8 and batch * parts >= 16 * per_program * multiprocessors(device):
+        per_program *= 2
+    programs = -(-parts // per_program)
+    exponents = torch.empty(batch * (parts + 1), dtype=torch.int32, device=device)
+    sums = torch.empty(batch * (parts + 1), dtype=torch.float32, device=device)
+    partial = (exponents, sums, exponents[batch * parts :], sums[batch * parts :])
+    options = {"num_warps": 8}
+    key: Hashable
+    integers = (size, parts, programs, x.stride(0), out.stride(0))
+    special = specialization((x, out, *partial), integers)
+    arguments: tuple[Any, ...] = (x, out, *partial, *integers, factor, _BLOCK, per_program, _SAMPLES)
+    launch(
+        estimated_cast_kernel, ("estimated", special, per_program, device), batch * programs, arguments, options, device
+    )
+    # Mostly these read the sums and are done.
+    programs = max(1, min(parts, 2 * multiprocessors(device) // batch))
+    integers = (size, parts, programs, x.stride(0), out.stride(0))
+    key = ("correct", specialization((x, out, correction, *partial), integers), device)
+    arguments = (x, out, correction, *partial, *integers, factor, _BLOCK, _PARTS)
+    launch(correct_kernel, key, batch * programs, arguments, options, device)

@@ -1,0 +1,47 @@
+"""Variants of the kernels that are not the default on any GPU yet: measured first, then chosen or removed.
+
+``HF_EMOPT_KERNEL_VARIANTS`` names those to use, separated by commas:
+
+* ``estimate``: the cast of a normalization is scaled by an estimate of the norm, in the pass that finds the norm itself; what
+  is left of it goes into the first products (:mod:`hf_emopt.linalg.triton.estimated_kernels`).
+* ``overlap``: a short symmetric product is launched while the one before it still writes (programmatic dependent launch).
+* ``diagonal``: a program on the diagonal of ``A A^T`` reads its block once.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Literal, TypeAlias, get_args
+
+__all__ = ["VARIABLE", "Variant", "chosen", "enabled"]
+
+VARIABLE = "HF_EMOPT_KERNEL_VARIANTS"
+Variant: TypeAlias = Literal["estimate", "overlap", "diagonal"]
+# What an unset variable stands for.
+_DEFAULT = ""
+
+
+def chosen() -> frozenset[str]:
+    """The variants in use. Read at every call, so that a comparison can change them.
+
+    Raises:
+        ValueError: the variable names one that does not exist.
+    """
+    return _parsed(os.environ.get(VARIABLE, _DEFAULT))
+
+
+def enabled(variant: Variant) -> bool:
+    """Whether a variant is in use."""
+    return variant in chosen()
+
+
+@functools.lru_cache(maxsize=64)
+def _parsed(text: str) -> frozenset[str]:
+    names = frozenset(name.strip() for name in text.split(",") if name.strip())
+    unknown = names - set(get_args(Variant))
+    if unknown:
+        raise ValueError(
+            f"{VARIABLE} names {', '.join(sorted(unknown))}; there are {', '.join(get_args(Variant))}, separated by commas"
+        )
+    return names
