@@ -113,10 +113,15 @@ def assembler_warnings(kernel: Any, tmp_path: Path) -> str:
     return run.stderr
 
 
-@pytest.mark.parametrize(("with_c", "variants"), [(False, False), (True, False), (True, True)])
-@pytest.mark.parametrize(
-    ("arch", "config"), [(arch, config) for arch, configs in CANDIDATES.items() for config in configs], ids=str
-)
+EVERY = [
+    (arch, config, with_c, False) for arch, some in CANDIDATES.items() for config in some for with_c in (False, True)
+]
+# With all variants: wide and square tiles, and one of each other architecture.
+EVERY += [(90, config, True, True) for config in CANDIDATES[90] if config.block_m * config.block_n >= 128 * 128]
+EVERY += [(80, CANDIDATES[80][0], True, True), (100, CANDIDATES[100][0], True, True)]
+
+
+@pytest.mark.parametrize(("arch", "config", "with_c", "variants"), EVERY, ids=str)
 def test_every_configuration(arch: int, config: Config, with_c: bool, variants: bool, tmp_path: Path) -> None:
     kernel = symmetric_product(config, arch, with_c, variants=variants)
     ptx = kernel.asm["ptx"]
@@ -201,7 +206,7 @@ def test_memory_bound_kernels(arch: int, tmp_path: Path) -> None:
     whole = {"BLOCK": 8192, "PER_PROGRAM": 8, "SAMPLES": 1024}
     kernels = [
         compiled(estimated_kernels.estimated_cast_kernel, estimated, whole, arch, 8, 3),
-        compiled(estimated_kernels.correct_kernel, estimated, {"BLOCK": 8192, "PARTS": 1024}, arch, 8, 3),
+        compiled(estimated_kernels.correct_kernel, estimated, {"BLOCK": 8192, "PARTS": 4096}, arch, 8, 3),
         compiled(elementwise_kernels.cast_kernel, pointers, constants, arch, 8, 3),
         compiled(elementwise_kernels.sum_of_squares_kernel, pointers, {"CHUNK": 16384, "BLOCK": 4096}, arch, 8, 3),
     ]

@@ -126,9 +126,7 @@ if INTERPRETING:
         assert correction.isfinite().all()
 
     @pytest.mark.parametrize("form", ["standard", "gram"])
-    @pytest.mark.parametrize(
-        ("shape", "name"), [((2, 40, 72), "jordan"), ((80, 48), "jordan"), ((40, 64), "polar_express_modded")]
-    )
+    @pytest.mark.parametrize(("shape", "name"), [((2, 32, 64), "jordan"), ((64, 40), "polar_express_modded")])
     def test_iterations_are_as_accurate(
         form: str, shape: tuple[int, ...], name: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -158,7 +156,12 @@ if INTERPRETING:
     def test_the_estimate_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
         calls: list[Tensor] = []
         original = estimated_launch.estimated_cast
-        monkeypatch.setattr(estimated_launch, "estimated_cast", lambda *a: (calls.append(a[3]), original(*a))[1])
+
+        def counted(x: Tensor, factor: float, out: Tensor, correction: Tensor) -> None:
+            calls.append(correction)
+            original(x, factor, out, correction)
+
+        monkeypatch.setattr(estimated_launch, "estimated_cast", counted)
         steps = resolve_coefficients("jordan", 5).steps
         x = torch.randn(2, 24, 40)
         iterate(x, steps, None, 1.0, torch.float16, "triton")

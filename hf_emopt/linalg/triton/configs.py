@@ -75,6 +75,9 @@ CANDIDATES: dict[int, tuple[Config, ...]] = {
         Config(128, 256, 64, 8, 3),
         Config(128, 256, 64, 8, 4),
         Config(256, 128, 64, 8, 4),
+        # Three programs a multiprocessor, with the registers that the variant `diagonal` leaves.
+        Config(128, 128, 64, 4, 2),
+        Config(128, 128, 32, 4, 4),
     ),
     100: (
         Config(128, 128, 64, 4, 3),

@@ -16,7 +16,6 @@ __all__ = ["estimated_cast"]
 # Numbers whose squares are summed together: the same whatever the batch.
 _BLOCK = 8192
 _SAMPLES = 1024
-_PARTS = 1024
 
 
 def estimated_cast(x: Tensor, factor: float, out: Tensor, correction: Tensor) -> None:
@@ -45,6 +44,7 @@ def estimated_cast(x: Tensor, factor: float, out: Tensor, correction: Tensor) ->
     # Mostly these read the sums and are done.
     programs = max(1, min(parts, 2 * multiprocessors(device) // batch))
     integers = (size, parts, programs, x.stride(0), out.stride(0))
-    key = ("correct", specialization((x, out, correction, *partial), integers), device)
-    arguments = (x, out, correction, *partial, *integers, factor, _BLOCK, _PARTS)
+    together = 1024 if parts <= 1024 else 4096
+    key = ("correct", specialization((x, out, correction, *partial), integers), together, device)
+    arguments = (x, out, correction, *partial, *integers, factor, _BLOCK, together)
     launch(correct_kernel, key, batch * programs, arguments, options, device)
