@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,12 +18,11 @@ from hf_emopt.linalg.triton.runtime import architecture, interpreting
 __all__ = ["symmetric_product", "tile_table"]
 
 _LARGEST_OFFSET = 2**31 - 1
-# FLOPs of a product (one triangle) up to which its start may overlap the end of the one before: some 0.1 ms on sm_90.
-_SHORT_FLOPS = 5e10
+# FLOPs of a product (one triangle) up to which its start may overlap the end of the one before: some 0.15 ms on sm_90.
+_SHORT_FLOPS = 1e11
 
 
-@dataclass(frozen=True)
-class _Scalars:
+class _Scalars(NamedTuple):
     """``alpha (A B^T + start C) + diagonal I``, times powers of numbers in memory; see ``CORRECTED`` of the kernels."""
 
     alpha: float
@@ -32,13 +31,8 @@ class _Scalars:
     correction: Tensor | None
     power: int
 
-    @property
-    def numbers(self) -> tuple[float, float, float]:
-        return self.alpha, self.start, self.diagonal
 
-
-@dataclass(frozen=True)
-class _Form:
+class _Form(NamedTuple):
     """What is compiled for a product beside its tiles."""
 
     trans: bool
@@ -225,7 +219,7 @@ def _launch_descriptors(
         tiles,
         count,
         k,
-        *scalars.numbers,
+        *scalars[:3],
         c is not None,
         same,
         form.trans,
@@ -278,7 +272,7 @@ def _launch_pointers(
         tiles,
         count,
         *integers,
-        *scalars.numbers,
+        *scalars[:3],
         c is not None,
         config.block_m,
         config.block_n,
