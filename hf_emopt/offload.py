@@ -11,6 +11,8 @@ Nothing here knows what state is, whose it is or what is done with it.
 
 from __future__ import annotations
 
+import math
+import os
 from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,10 +22,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Channel", "StateOffload", "channel_to", "home_of"]
+__all__ = ["Channel", "StateOffload", "channel_to", "home_of", "room_in_buckets"]
 
 PARCEL_BYTES = 2**25
 """Up to which tensors are moved together: long enough for the link's full rate, short beside a piece."""
+
+ROOM_VARIABLE = "HF_EMOPT_OFFLOAD_BUCKETS"
+"""Environment variable with the room in a step, in buckets; 2 where it is not set. More of it hides more of the link."""
+
+
+def room_in_buckets() -> float:
+    """The environment's :data:`ROOM_VARIABLE`, else 2: the piece that is worked on, and as much again that comes or goes.
+
+    Raises:
+        ValueError: when the variable is not a number from 2 on.
+    """
+    given = os.environ.get(ROOM_VARIABLE, "") or "2"
+    try:
+        buckets = float(given)
+    except ValueError:
+        buckets = 0.0
+    if not 2.0 <= buckets < math.inf:
+        raise ValueError(f"{ROOM_VARIABLE}={given!r} must be a number of buckets from 2 on, or unset for 2")
+    return buckets
 
 
 def home_of(tensor: Tensor, device: torch.device) -> Tensor:
@@ -216,10 +237,10 @@ class StateOffload:
     """Lends tensors that lie on the host to a device, one piece of work at a time, the next ones ahead.
 
     The order in which pieces are borrowed is learned, and so is the largest of them, the bucket by which room is measured:
-    in a step there are two buckets of room on the device, and between steps one. While one piece is worked on, those that
-    followed it in the last step are brought as far as the room goes, and at the end of a step those that the next one
-    begins with: they arrive during the next forward pass. Where a step goes another way, what was brought for nothing is
-    dropped, and what is asked for comes late.
+    in a step there are two buckets of room on the device (or :data:`ROOM_VARIABLE`), and between steps one. While one piece
+    is worked on, those that followed it in the last step are brought as far as the room goes, and at the end of a step those
+    that the next one begins with: they arrive during the next forward pass. Where a step goes another way, what was brought
+    for nothing is dropped, and what is asked for comes late.
 
     What is brought ahead of a step is a copy of what somebody may write to before it. So it is used only where the tensors
     at home are the same and were not written to since (``Tensor._version``); :meth:`settle` is for writes that nobody
@@ -228,7 +249,7 @@ class StateOffload:
     Attributes:
         resident_bytes: of copies on devices now: those that arrive, those that are worked on, and those that leave, until
             what comes next is given their memory.
-        peak_bytes: the most that there were; at most twice :attr:`largest_bytes` where pieces are borrowed one at a time.
+        peak_bytes: the most that there were; at most the room, where pieces are borrowed one at a time.
         left_bytes: the most that a step left there; at most :attr:`largest_bytes`.
         largest_bytes: of one piece.
         moved_bytes: brought to devices so far.
@@ -247,6 +268,7 @@ class StateOffload:
         self._start: _Piece | None = None
         self._last: Hashable = None
         self._stepping = False
+        self._buckets = room_in_buckets()
 
     def begin(self) -> None:
         """At the beginning of a step: brings what the last one began with, as far as there is room."""
@@ -374,7 +396,8 @@ class StateOffload:
 
     @property
     def _room(self) -> int:
-        return (2 if self._stepping else 1) * self.largest_bytes
+        """Bytes that may be on devices."""
+        return int((self._buckets if self._stepping else 1) * self.largest_bytes)
 
     def _make_room(self, nbytes: int) -> bool:
         """Lets go of what leaves, as far as that is needed; whether there is room then."""

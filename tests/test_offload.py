@@ -127,6 +127,23 @@ def test_memory_of_what_leaves_is_used_a_few_tensors_at_a_time(
     assert all(torch.equal(t, torch.full_like(t, wanted[n])) for n, piece in homes.items() for t in piece)
 
 
+def test_more_room_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    homes = pieces(9)
+    monkeypatch.setenv("HF_EMOPT_OFFLOAD_BUCKETS", "4")
+    with two_streams(early=False):
+        offload = StateOffload()
+        for _ in range(3):
+            step(offload, homes, list(homes))
+    assert 3 * offload.largest_bytes < offload.peak_bytes <= 4 * offload.largest_bytes
+    assert offload.left_bytes <= offload.largest_bytes
+    for wrong in ("1", "many", "inf"):
+        monkeypatch.setenv("HF_EMOPT_OFFLOAD_BUCKETS", wrong)
+        with pytest.raises(
+            ValueError, match=f"HF_EMOPT_OFFLOAD_BUCKETS='{wrong}' must be a number of buckets from 2 on"
+        ):
+            StateOffload()
+
+
 @pytest.mark.parametrize("early", [False, True], ids=["late", "early"])
 def test_what_was_written_to_between_steps_is_brought_again(early: bool) -> None:
     homes = pieces(3)
