@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from hf_emopt.matrix_optimizer import MatrixOptimizer
 
 STEPS = 14
+EDITS = {3: "replaced", 7: "in place", 11: "by .data"}
 
 
 @pytest.fixture(autouse=True)
@@ -43,18 +44,16 @@ def built(rule: str, state_dtype: str, **options: Any) -> tuple[Deep, MatrixOpti
     return model, optimizer
 
 
-def edit(optimizer: MatrixOptimizer, counted: bool) -> None:
-    """Changes state as a user may: in place, by ``.data``, and by putting other tensors there."""
-    state = optimizer.state
-    for number, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
-        entry = state[p]
-        for key, value in list(entry.items()):
-            if key.partition(".")[0] not in ("momentum_buffer", "exp_avg"):
+def edit(optimizer: MatrixOptimizer, how: str) -> None:
+    """Changes all averages of gradients as a user may: by other tensors in their place, in place, or in place unseen."""
+    for p in [p for group in optimizer.param_groups for p in group["params"]]:
+        for key, value in list(optimizer.state[p].items()):
+            if key not in ("momentum_buffer", "exp_avg"):
                 continue
-            if number % 3 == 0:
-                (value if counted else value.data).mul_(0.5)
-            elif number % 3 == 1 and "." not in key:
-                entry[key] = value * 2.0
+            if how == "replaced":
+                optimizer.state[p][key] = value * 0.5
+            else:
+                (value if how == "in place" else value.data).mul_(0.5)
 
 
 def resumed(rule: str, state_dtype: str, model: Deep, saved: dict[str, Any], **options: Any) -> MatrixOptimizer:
@@ -87,8 +86,8 @@ def run(rule: str, state_dtype: str, **options: Any) -> tuple[list[Tensor], list
             assert offload.resident_bytes <= offload.largest_bytes
             assert offload.peak_bytes <= 2 * offload.largest_bytes
             left.append(offload.resident_bytes)
-        if step in (3, 7):
-            edit(optimizer, counted=step == 3)
+        if step in EDITS:
+            edit(optimizer, EDITS[step])
         if step == 5:
             optimizer.add_param_group({"params": list(model.late.named_parameters(prefix="late"))})
         if step == 9:
