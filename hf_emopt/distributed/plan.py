@@ -460,7 +460,9 @@ class _Assignment:
 
         def shard_cost(key: str, k: int) -> int:
             price = shareable.get(key)
-            return costs[key] if price is None else price(k)
+            p = pieces[key][0]
+            # A slice has at least one row, so a matrix with fewer rows than there are ranks stays with fewer.
+            return costs[key] if price is None or k > max(p.storage.shape) else price(k)
 
         carried = [self.loads[storage.rank(position)] for position in range(world)]
         owners = assign(costs, world, shard_cost, carried)
