@@ -12,10 +12,10 @@ export DS_IGNORE_CUDA_DETECTION ?= 1
 PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint docs clean
+.PHONY: help demo test test-minimum lint docs clean
 
 help: ## list the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
 # One stamp per set of extras; reinstalled when the package's requirements change. The installation is editable,
 # so edits to the code need none.
@@ -31,6 +31,22 @@ demo: $(VENV)/.installed-examples ## pretrain a small Llama under AdamW and unde
 test: $(VENV)/.installed-test ## run the tests
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(RUN) -m pytest $(PYTEST_ARGS)
 
+# The oldest supported versions, in an environment of their own; tests/minimum.txt names them. torch is apart from the others
+# since PIP_CONSTRAINT may fix it: MINIMUM_TORCH=torch==2.13.0.
+MINIMUM_TORCH ?= torch==$(shell sed -n 's/.*"torch>=\(.*\)".*/\1/p' pyproject.toml).0
+MINIMUM := $(VENV)-minimum
+MINIMUM_ARGS ?= -n logical --maxprocesses 4 --dist worksteal tests/test_versions.py tests/test_step.py tests/test_state.py \
+	tests/routing/test_route.py tests/integrations/test_registration.py tests/integrations/test_optim_args.py \
+	tests/integrations/test_trainer.py tests/integrations/test_plugin.py tests/checkpoints/test_files.py
+
+$(MINIMUM)/.installed: pyproject.toml tests/minimum.txt
+	@test -x $(MINIMUM)/bin/python || $(PYTHON) -m venv $(MINIMUM)
+	$(MINIMUM)/bin/python -m pip install --quiet --disable-pip-version-check -e . -r tests/minimum.txt '$(MINIMUM_TORCH)'
+	@touch $@
+
+test-minimum: $(MINIMUM)/.installed ## run a part of the tests with the oldest supported transformers and accelerate
+	HF_EMOPT_MINIMUM=1 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(MINIMUM)/bin/python -m pytest $(MINIMUM_ARGS)
+
 lint: $(VENV)/.installed-dev ## ruff and mypy
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
@@ -40,4 +56,4 @@ docs: $(VENV)/.installed-dev ## build the documentation into site/
 	$(RUN) -m mkdocs build --strict
 
 clean: ## remove the virtual environment and what the targets wrote
-	rm -rf $(VENV) demo-out site build
+	rm -rf $(VENV) $(MINIMUM) demo-out site build

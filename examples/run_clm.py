@@ -4,6 +4,7 @@
     accelerate launch examples/run_clm.py configs/run_clm.yaml --optim adamw_torch --output_dir runs/adamw
     python examples/run_clm.py --model_name_or_path HuggingFaceTB/SmolLM2-135M --train_file my_texts/ \\
         --optim muon --learning_rate 1e-4 --lora_r 16 --output_dir runs/lora
+    torchrun --nproc-per-node 2 examples/run_clm.py configs/run_clm.yaml --model_name_or_path FOLDER_OR_ID --tp_size 2
 
 Without `--model_name_or_path` a model is made from `--config_name` (default: a small Llama) with random weights.
 Metrics go to `OUTPUT_DIR/eval_results.json`. Every flag of `TrainingArguments` is accepted.
@@ -31,7 +32,7 @@ from transformers import (
     set_seed,
 )
 
-import hf_emopt  # noqa: F401  registers "muon" and its kin with TrainingArguments
+import hf_emopt  # registers "muon" and its kin with TrainingArguments
 from hf_emopt.integrations.transformers import unwrap_optimizer
 from text_data import BlockDataset, pack_blocks, split_documents, stdlib_documents, text_documents, train_tokenizer
 from yaml_args import parse_args
@@ -55,6 +56,10 @@ class ModelArguments:
         },
     )
     dtype: str = field(default="float32", metadata={"help": "Weights' dtype on loading: float32, bfloat16 or auto."})
+    tp_size: int = field(
+        default=1,
+        metadata={"help": "Cut the matrices of a pretrained model over this many processes (tensor parallelism)."},
+    )
     lora_r: int = field(default=0, metadata={"help": "Rank of LoRA adapters (needs peft); 0 trains every weight."})
     lora_alpha: int | None = field(default=None, metadata={"help": "LoRA scale; default 2 x rank."})
     lora_dropout: float = field(default=0.0, metadata={"help": "Dropout in front of the adapters."})
@@ -114,7 +119,14 @@ def load_model(arguments: ModelArguments, tokenizer: PreTrainedTokenizerBase, bl
             raise ValueError(
                 "--config_name and --config_overrides are for training from scratch: drop them or the model."
             )
-        return AutoModelForCausalLM.from_pretrained(arguments.model_name_or_path, dtype=arguments.dtype)
+        options: dict[str, Any] = {"dtype": arguments.dtype}
+        if arguments.tp_size > 1:
+            from transformers.distributed import DistributedConfig
+
+            options["distributed_config"] = DistributedConfig(tp_size=arguments.tp_size)
+        return AutoModelForCausalLM.from_pretrained(arguments.model_name_or_path, **options)
+    if arguments.tp_size > 1:
+        raise ValueError("--tp_size cuts a model while it is loaded: give --model_name_or_path.")
     config: PreTrainedConfig
     if arguments.config_name:
         config = AutoConfig.from_pretrained(arguments.config_name)
@@ -168,7 +180,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     elif model_args.modules_to_save:
         raise ValueError("--modules_to_save names modules trained beside LoRA adapters: add --lora_r, or drop it.")
 
-    trainer = Trainer(
+    # A model that was cut while it was loaded can be saved and resumed by EmoptTrainer alone.
+    trainer_class = hf_emopt.EmoptTrainer if model_args.tp_size > 1 else Trainer
+    trainer = trainer_class(
         model=model,
         args=training_args,
         train_dataset=BlockDataset(

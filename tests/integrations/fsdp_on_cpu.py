@@ -1,13 +1,7 @@
-"""Lets Accelerate use FSDP on CPU ranks, which it enables for devices that it calls MULTI_GPU and the like only.
-
-Run as a script it does so for another one: ``python fsdp_on_cpu.py SCRIPT ARGUMENTS``.
-"""
+"""Lets Accelerate use FSDP on CPU ranks, which it enables for devices that it calls MULTI_GPU and the like only."""
 
 from __future__ import annotations
 
-import runpy
-import sys
-from pathlib import Path
 from typing import Any
 
 from accelerate.state import PartialState
@@ -30,10 +24,3 @@ def _as_devices(self: PartialState, *args: Any, **kwargs: Any) -> None:
     _original(self, *args, **kwargs)
     if self.__dict__.get("distributed_type") == DistributedType.MULTI_CPU:
         PartialState._shared_state["distributed_type"] = self.__dict__["distributed_type"] = DistributedType.MULTI_GPU
-
-
-if __name__ == "__main__":
-    enable()
-    sys.argv = sys.argv[1:]
-    sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))
-    runpy.run_path(sys.argv[0], run_name="__main__")

@@ -22,4 +22,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     for item in items:
         if HERE in item.path.parents:
-            item.add_marker(pytest.mark.skip(reason="deepspeed is not installed; docs/deepspeed.md says how"))
+            item.add_marker(
+                pytest.mark.skip(reason="deepspeed is not installed; docs/environments/deepspeed.md says how")
+            )

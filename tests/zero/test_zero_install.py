@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LINE = "DS_BUILD_OPS=0 DS_IGNORE_CUDA_DETECTION=1 pip install -e '.[deepspeed]'"
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/deepspeed.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/environments/deepspeed.md"])
 def test_the_line_is_what_continuous_integration_does(page: str) -> None:
     assert LINE in (ROOT / page).read_text(encoding="utf-8")
     words = shlex.split(LINE)

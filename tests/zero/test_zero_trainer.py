@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
-import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -14,7 +10,7 @@ from typing import Any
 import pytest
 import ranks
 import torch
-from harness import World, Worlds, free_port
+from harness import World, Worlds
 from ranks import MATRICES
 from trainer_runs import accelerate_run, example_run, settings, trainer_run
 
@@ -144,25 +140,3 @@ def test_example_runs_with_each_configuration(two: World, tmp_path: Path, text: 
     results = two.run(example_run, config=str(path), script=script)
     assert [r["global_step"] for r in results] == [2, 2]
     assert sum(r["matrix_transforms"] for r in results) == 2 * 7
-
-
-@pytest.mark.timeout(240)
-@pytest.mark.parametrize("stage", [pytest.param(2, marks=SLOW), 3])
-def test_example_runs_under_the_launcher(tmp_path: Path, text: Path, stage: int) -> None:
-    script = [str(ROOT / "examples" / "run_clm.py"), *SCRIPT, "--train_file", str(text), "--output_dir", str(tmp_path)]
-    # Processes of the launcher do without collectives that DeepSpeed would compile first, as the other tests do.
-    (tmp_path / "sitecustomize.py").write_text(
-        "import os\nif 'RANK' in os.environ:\n    import deepspeed.ops\n"
-        "    deepspeed.ops.__compatible_ops__['deepspeed_shm_comm'] = False\n"
-    )
-    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": path}
-    done = subprocess.run(
-        [sys.executable, "-c", "from hf_emopt.cli import main; raise SystemExit(main())", "launch", "--config_file",
-         f"configs/deepspeed_zero{stage}.yaml", "--main_process_port", str(free_port()), *script],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
-    metrics = json.loads((tmp_path / "eval_results.json").read_text())
-    assert metrics["global_step"] == 2
-    assert 0 < metrics["matrix_transforms"] < 2 * 7
