@@ -121,7 +121,7 @@ def load_model(arguments: ModelArguments, tokenizer: PreTrainedTokenizerBase, bl
             )
         options: dict[str, Any] = {"dtype": arguments.dtype}
         if arguments.tp_size > 1:
-            from transformers.distributed import DistributedConfig
+            from transformers.distributed import DistributedConfig  # type: ignore[attr-defined]
 
             options["distributed_config"] = DistributedConfig(tp_size=arguments.tp_size)
         return AutoModelForCausalLM.from_pretrained(arguments.model_name_or_path, **options)
