@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from importlib.metadata import version
+from importlib.metadata import requires, version
 from pathlib import Path
 
 import pytest
@@ -35,6 +35,8 @@ def test_installed_version_is_supported(name: str) -> None:
 
 
 def test_doctor_finds_no_version_outside_its_range() -> None:
+    if not {str(r) for r in supported().values()} <= {str(Requirement(r)) for r in requires("hf-emopt") or []}:
+        pytest.skip("hf-emopt was installed before pyproject.toml changed: pip install -e .")
     found = {f.name: f for f in examine() if f.section == "versions"}
     assert {"torch", *PINNED} <= found.keys()
     assert [f for f in found.values() if f.status == "problem"] == []

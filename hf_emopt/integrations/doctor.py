@@ -19,6 +19,7 @@ import hf_emopt
 from hf_emopt.integrations.accelerate import ENVIRONMENT_PREFIX, EmoptPlugin
 from hf_emopt.integrations.callback import level_of_environment
 from hf_emopt.integrations.config_files import problems_of_config
+from hf_emopt.integrations.sharded_checkpoints import can_save
 from hf_emopt.linalg.triton import configs, runtime
 
 __all__ = ["TESTED", "Finding", "examine", "run"]
@@ -172,6 +173,9 @@ def _tensor_parallelism() -> Finding:
 
     if not hasattr(transformers.distributed, "DistributedConfig"):
         text = "transformers has no DistributedConfig: upgrade it to shard models while they load"
+        return Finding("backends", "tensor parallel", "note", text)
+    if not can_save():
+        text = "trains; saving the optimizer of a model that was sharded while it was loaded takes transformers 5.20"
         return Finding("backends", "tensor parallel", "note", text)
     text = "transformers' DistributedConfig (tp_size, ep_size); tensor_parallel=auto picks the cheapest way for each matrix"
     return Finding("backends", "tensor parallel", "ok", text)

@@ -7,6 +7,7 @@ may store other tensors than it computes with. The optimizer's state goes throug
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,13 +15,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch.distributed.tensor import DTensor
 from transformers.trainer_utils import SaveStrategy
 
 from hf_emopt.checkpoint_files import CheckpointError
 from hf_emopt.integrations.registry import unwrap_optimizer
 
-__all__ = ["FOLDER", "is_sharded_at_load", "load_optimizer", "load_weights", "permitted", "save_optimizer"]
+__all__ = ["FOLDER", "can_save", "is_sharded_at_load", "load_optimizer", "load_weights", "permitted", "save_optimizer"]
 
 FOLDER = "optimizer_sharded"
 """Inside a checkpoint, what ``torch.distributed.checkpoint`` writes."""
@@ -30,16 +32,33 @@ _SCHEDULER = "scheduler.pt"
 
 def is_sharded_at_load(model: Any) -> bool:
     """Whether ``from_pretrained(distributed_config=...)`` has sharded the model."""
-    return bool(getattr(model, "is_distributed_loading_by_transformers", False))
+    if getattr(model, "is_distributed_loading_by_transformers", False):
+        return True
+    # transformers 5.17 does not mark such models.
+    return not can_save() and any(isinstance(p, DTensor) for p in getattr(model, "parameters", tuple)())
+
+
+def can_save() -> bool:
+    """Whether this transformers can write the optimizer's state of such a model: 5.20 and later."""
+    return importlib.util.find_spec("transformers.distributed.checkpoint") is not None
 
 
 @contextmanager
 def permitted(model: Any, args: Any) -> Iterator[None]:
-    """Inside, ``Trainer`` can be made for a sharded model whose optimizer is to be saved as well."""
+    """Inside, ``Trainer`` can be made for a sharded model whose optimizer is to be saved as well.
+
+    Raises:
+        ValueError: transformers is too old to write such an optimizer.
+    """
     refused = is_sharded_at_load(model) and args is not None and not args.save_only_model
     if not refused or args.save_strategy == SaveStrategy.NO:
         yield
         return
+    if not can_save():
+        raise ValueError(
+            "saving the optimizer of a model that was sharded while it was loaded takes transformers 5.20 or later, and "
+            f"this is {transformers.__version__}: upgrade it, or set save_strategy='no' or save_only_model=True"
+        )
     args.save_only_model = True
     try:
         yield

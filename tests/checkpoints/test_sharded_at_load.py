@@ -22,6 +22,7 @@ from transformers import (
 from zoo import TINY, TINY_EXPERTS, assert_close, weights
 
 import hf_emopt
+from hf_emopt.integrations import sharded_checkpoints
 
 STEPS = 4
 
@@ -148,3 +149,21 @@ def test_a_plain_trainer_refuses_where_ours_saves(two: World, tmp_path: Path) ->
     fresh("llama").save_pretrained(tmp_path / "model")  # type: ignore[operator]
     for message in two.run(refused, folder=str(tmp_path / "model"), out=str(tmp_path / "out")):
         assert "optimizer state cannot be checkpointed" in message
+
+
+class _Cut(nn.Module):
+    """As transformers leaves a model that it has sharded while it loaded it."""
+
+    is_distributed_loading_by_transformers = True
+
+
+def test_a_transformers_that_cannot_save_is_named_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharded_checkpoints, "can_save", lambda: False)
+    with pytest.raises(ValueError, match=r"takes transformers 5\.20 or later.*save_only_model=True"):
+        hf_emopt.EmoptTrainer(model=_Cut(), args=arguments(str(tmp_path), 4, optim="muon", save_strategy="steps"))
+    with sharded_checkpoints.permitted(_Cut(), arguments(str(tmp_path), 4)):  # saves nothing
+        pass
+
+
+def test_this_transformers_can_save() -> None:
+    assert sharded_checkpoints.can_save()
