@@ -101,7 +101,7 @@ def test_script_gets_arguments_environment_and_gives_its_status(status: int, tmp
         "weight_decay": "0.0",
         "overlap_param_gather": "True",
         "transport_dtype": "torch.float32",
-        "aux_betas": "(0.9, 0.95)",
+        "betas": "(0.9, 0.95)",
     }
     assert list(temporary.glob("hf_emopt*")) == []
 
