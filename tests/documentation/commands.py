@@ -102,7 +102,7 @@ ADDED = {
     r"finetune_sweep\.py run": "--lr 1e-3 --seeds 0 --max_steps 2 --length 16 --batch_size 2 --train_rows 8 "
     "--eval_rows 4 --processes 1",
     r"benchmarks/step_time\.py": "--model tiny --tokens 64 --length 32 --steps 1 --warmup 1",
-    r"benchmarks/step_time_deepspeed\.py": "--model tiny --optimizers adamw muon --sequences 1 --length 32 --steps 1 "
+    r"benchmarks/step_time_deepspeed\.py": "--model tiny --optimizers muon --sequences 1 --length 32 --steps 1 "
     "--warmup 1",
     r"benchmarks/tensor_parallel\.py": "--shapes 32x64 --steps 1 --warmup 1",
     r"hf-emopt bench step": "--tokens 32 --length 16 --steps 1 --warmup 1 --no-alternatives",
