@@ -45,11 +45,12 @@ SETTINGS = (
 )  # fmt: skip
 
 
-def make_tokens(out: Path, vocab_size: int, texts: Path | None) -> None:
+def make_tokens(out: Path, vocab_size: int, texts: Path | None, every: int = 50, piece_chars: int = 4096) -> None:
     """Trains a byte-level BPE on the standard library, or on texts, and stores training and held-out tokens as uint16."""
     from text_data import split_documents, stdlib_documents, text_documents, train_tokenizer
 
-    train, held_out = split_documents(stdlib_documents() if texts is None else text_documents(texts), every=50)
+    documents = stdlib_documents() if texts is None else text_documents(texts)
+    train, held_out = split_documents(documents, every, piece_chars)
     # A tenth of the runs, evenly: documents stand in alphabetical order, and the tokenizer reads only so many characters.
     tokenizer = train_tokenizer(("".join(run) for run in (train if texts is None else train[::5])), vocab_size)
     end = tokenizer.convert_tokens_to_ids("<|endoftext|>")
@@ -368,23 +369,31 @@ def plot(result: dict[str, Any], png: Path) -> None:
     import matplotlib.pyplot as plt
 
     points = result["points"]
+    names = list(dict.fromkeys(p["optim"] for p in points))
+    bases = [name.partition("@")[0] for name in names]
     figure, axes = plt.subplots(1, 3, figsize=(15, 4.5))
-    for name in dict.fromkeys(p["optim"] for p in points):
+    for name, base in zip(names, bases):
+        short = base if bases.count(base) == 1 else name
         best, own, ms = best_rate(points, name), sweep_steps(points, name), _milliseconds(points, name)
         axes[0].plot(
-            *zip(*[row for row in sweep(points, name) if np.isfinite(row[1])]), marker="o", label=f"{name}, {own} steps"
+            *zip(*[row for row in sweep(points, name) if np.isfinite(row[1])]),
+            marker="o",
+            label=f"{short}, {own} steps",
         )
         run_ = next(p for p in points if (p["optim"], p["lr"], p["steps"]) == (name, best, own))
         steps, losses, _ = zip(*run_["curve"][1:])
-        axes[1].plot(steps, losses, label=f"{name}, lr {best:g}")
-        axes[2].plot([step * ms / 1000 for step in steps], losses, label=name)
+        axes[1].plot(steps, losses, label=f"{short}, lr {best:g}")
+        axes[2].plot([step * ms / 1000 for step in steps], losses, label=short)
         if name == "adamw":
             for axis in axes[1:]:
                 axis.axhline(losses[-1], color="gray", linestyle=":")
     for axis, label in zip(axes, ("learning rate", "steps", "seconds")):
         axis.set_xlabel(label)
         axis.set_ylabel("held-out loss")
-        axis.legend()
+        axis.legend(fontsize="small")
+        axis.grid(alpha=0.3)
+    for axis in axes[1:]:  # how they begin would flatten how they end
+        axis.set_ylim(top=min(p["curve"][0][1] for p in points) * 0.55)
     axes[0].set_xscale("log")
     figure.tight_layout()
     figure.savefig(png, dpi=110)
@@ -397,6 +406,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     tokens.add_argument("data", type=Path)
     tokens.add_argument("--texts", type=Path, help="a text file or a folder of them")
     tokens.add_argument("--vocab_size", type=int, default=8192)
+    tokens.add_argument("--held_out_every", type=int, default=50, help="pieces")
+    tokens.add_argument("--piece_chars", type=int, default=4096)
     runs = commands.add_parser("run", help="run what is missing")
     runs.add_argument("data", type=Path)
     runs.add_argument("--out", type=Path, required=True)
@@ -428,17 +439,20 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     render = commands.add_parser("render", help="print the tables, draw the curves")
     render.add_argument("json", type=Path)
     render.add_argument("--png", type=Path)
+    render.add_argument("--only", nargs="*", metavar="OPTIM[@OPTIONS]", help="leave others out")
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
     if args.command == "tokens":
-        make_tokens(args.data, args.vocab_size, args.texts)
+        make_tokens(args.data, args.vocab_size, args.texts, args.held_out_every, args.piece_chars)
     elif args.command == "run":
         run(args)
     else:
         result = json.loads(args.json.read_text())
+        if args.only:
+            result["points"] = [p for p in result["points"] if p["optim"] in args.only]
         print(table(result))
         if args.png:
             plot(result, args.png)

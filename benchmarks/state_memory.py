@@ -10,7 +10,7 @@ Every variant is an optimizer, a ``state_dtype`` and, with ``+cpu``, ``offload_s
   offload. ``--wait`` has the host wait for each backward pass, as a loop does that looks at its loss;
 * ``state``: bytes of the optimizer's state on device and host, which must be what the planner says;
 * ``left``, ``lent``: the most bytes of offloaded state that were on the device between steps and in a step; at most the
-  largest piece, and twice that (or ``HF_EMOPT_OFFLOAD_BUCKETS`` times);
+  largest piece, and three times that (or ``HF_EMOPT_OFFLOAD_BUCKETS`` times);
 * ``peak``: of allocated memory;
 * with ``--profile``, of one optimizer step: its milliseconds on the device, and those in which copies to the device, copies
   to the host and its own kernels ran, by ``torch.profiler``.

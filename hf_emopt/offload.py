@@ -28,22 +28,24 @@ PARCEL_BYTES = 2**25
 """Up to which tensors are moved together: long enough for the link's full rate, short beside a piece."""
 
 ROOM_VARIABLE = "HF_EMOPT_OFFLOAD_BUCKETS"
-"""Environment variable with the room in a step, in buckets; 2 where it is not set. More of it hides more of the link."""
+"""Environment variable with the room in a step, in buckets; 3 where it is not set. More of it hides more of the link.
+
+Two were measured on an H200, Muon at 1.1 B in float32: 1.16 times the step without offload."""
 
 
 def room_in_buckets() -> float:
-    """The environment's :data:`ROOM_VARIABLE`, else 2: the piece that is worked on, and as much again that comes or goes.
+    """The environment's :data:`ROOM_VARIABLE`, else 3: the piece that is worked on, and twice as much that comes or goes.
 
     Raises:
         ValueError: when the variable is not a number from 2 on.
     """
-    given = os.environ.get(ROOM_VARIABLE, "") or "2"
+    given = os.environ.get(ROOM_VARIABLE, "") or "3"
     try:
         buckets = float(given)
     except ValueError:
         buckets = 0.0
     if not 2.0 <= buckets < math.inf:
-        raise ValueError(f"{ROOM_VARIABLE}={given!r} must be a number of buckets from 2 on, or unset for 2")
+        raise ValueError(f"{ROOM_VARIABLE}={given!r} must be a number of buckets from 2 on, or unset for 3")
     return buckets
 
 
@@ -237,7 +239,7 @@ class StateOffload:
     """Lends tensors that lie on the host to a device, one piece of work at a time, the next ones ahead.
 
     The order in which pieces are borrowed is learned, and so is the largest of them, the bucket by which room is measured:
-    in a step there are two buckets of room on the device (or :data:`ROOM_VARIABLE`), and between steps one. While one piece
+    in a step there are three buckets of room on the device (:data:`ROOM_VARIABLE`), and between steps one. While one piece
     is worked on, those that followed it in the last step are brought as far as the room goes, and at the end of a step those
     that the next one begins with: they arrive during the next forward pass. Where a step goes another way, what was brought
     for nothing is dropped, and what is asked for comes late.

@@ -10,9 +10,15 @@ import torch
 from late_copies import two_streams
 from torch import Tensor
 
-from hf_emopt.offload import StateOffload, home_of
+from hf_emopt.offload import StateOffload, home_of, room_in_buckets
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def two_buckets_of_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The least there can be, where what is brought when is easiest to say."""
+    monkeypatch.setenv("HF_EMOPT_OFFLOAD_BUCKETS", "2")
 
 
 def pieces(count: int) -> dict[str, list[Tensor]]:
@@ -129,6 +135,9 @@ def test_memory_of_what_leaves_is_used_a_few_tensors_at_a_time(
 
 def test_more_room_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     homes = pieces(9)
+    assert room_in_buckets() == 2, "of this file"
+    monkeypatch.delenv("HF_EMOPT_OFFLOAD_BUCKETS")
+    assert room_in_buckets() == 3
     monkeypatch.setenv("HF_EMOPT_OFFLOAD_BUCKETS", "4")
     with two_streams(early=False):
         offload = StateOffload()

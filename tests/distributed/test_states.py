@@ -18,6 +18,7 @@ from zoo import RULES, assert_close, backward, build, distribute, local, matrice
 
 from hf_emopt.distributed.layout import UnsupportedLayoutError
 from hf_emopt.matrix_optimizer import MatrixOptimizer
+from hf_emopt.offload import room_in_buckets
 from hf_emopt.rules import moments
 
 LAYOUTS = ("ddp", "fsdp2", "hsdp")
@@ -124,7 +125,7 @@ def test_offload_changes_no_bit_and_keeps_two_pieces_at_most(two: World, rule: s
         assert result["different"] == []
         assert 0 < result["left"] <= result["left_bytes"] <= result["largest_bytes"]
         assert result["resident_bytes"] == 0  # state was asked for
-        assert 0 < result["largest_bytes"] <= result["peak_bytes"] <= 2 * result["largest_bytes"]
+        assert 0 < result["largest_bytes"] <= result["peak_bytes"] <= room_in_buckets() * result["largest_bytes"]
         assert result["fetched_ahead"] > 0
 
 

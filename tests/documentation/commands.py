@@ -84,6 +84,7 @@ REPLACED = {
     r"^(torchrun .*--tp_size)": r"SHARDED_ON_CPU=1 \1",
     r"^(torchrun .*step_time_deepspeed)": r"DEEPSPEED_ON_CPU=1 \1",
     r" --bf16\b": "",  # Trainer has that autocast for GPUs
+    r"--(search|lengths) (\w+):\d+": r"--\1 \2:2",
     r"\bpip install ": "pip install --dry-run ",  # up to where files would be written
 }
 """Patterns of a command and what they become. `path/to/model`, `path/to/texts` and `run_clm.py` need none: they are there."""
@@ -101,6 +102,9 @@ ADDED = {
     r"run_clm\.py --optim": "",  # the reader's own script, tiny as it is
     r"finetune_sweep\.py run": "--lr 1e-3 --seeds 0 --max_steps 2 --length 16 --batch_size 2 --train_rows 8 "
     "--eval_rows 4 --processes 1",
+    r"convergence\.py tokens": "--vocab_size 300 --held_out_every 4 --piece_chars 400",
+    r"convergence\.py run": "--hidden 64 --layers 1 --mlp 64 --length 16 --batch 2 --eval_blocks 2 --warmup 1 "
+    "--precision fp32",
     r"benchmarks/step_time\.py": "--model tiny --tokens 64 --length 32 --steps 1 --warmup 1",
     r"benchmarks/step_time_deepspeed\.py": "--model tiny --optimizers muon --sequences 1 --length 32 --steps 1 "
     "--warmup 1",

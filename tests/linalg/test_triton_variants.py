@@ -1,4 +1,4 @@
-"""Kernel variants that are measured before they are chosen, on the CPU in Triton's interpreter (in a process of its own)."""
+"""Kernel variants, the default ones and the others, on the CPU in Triton's interpreter (in a process of its own)."""
 
 from __future__ import annotations
 
@@ -18,6 +18,10 @@ if not INTERPRETING:
         monkeypatch.setenv(variants.VARIABLE, " diagonal,estimate,")
         assert variants.chosen() == {"diagonal", "estimate"}
         assert not variants.enabled("overlap")
+        monkeypatch.delenv(variants.VARIABLE)
+        assert variants.chosen() == {"diagonal", "estimate"}, "what was measured and found faster"
+        monkeypatch.setenv(variants.VARIABLE, "")
+        assert not variants.chosen()
         monkeypatch.setenv(variants.VARIABLE, "diagonals")
         with pytest.raises(ValueError, match="diagonals; there are estimate, overlap, diagonal"):
             variants.chosen()
@@ -162,6 +166,7 @@ if INTERPRETING:
             original(x, factor, out, correction)
 
         monkeypatch.setattr(estimated_launch, "estimated_cast", counted)
+        monkeypatch.setenv(variants.VARIABLE, "")
         steps = resolve_coefficients("jordan", 5).steps
         x = torch.randn(2, 24, 40)
         iterate(x, steps, None, 1.0, torch.float16, "triton")

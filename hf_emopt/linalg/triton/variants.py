@@ -1,6 +1,6 @@
-"""Variants of the kernels that are not the default on any GPU yet: measured first, then chosen or removed.
+"""Variants of the kernels that are compared with one another: measured, then made the default or removed.
 
-``HF_EMOPT_KERNEL_VARIANTS`` names those to use, separated by commas:
+``HF_EMOPT_KERNEL_VARIANTS`` names those to use, separated by commas (none: empty); unset, it is ``estimate,diagonal``:
 
 * ``estimate``: the cast of a normalization is scaled by an estimate of the norm, in the pass that finds the norm itself; what
   is left of it goes into the first products (:mod:`hf_emopt.linalg.triton.estimated_kernels`).
@@ -19,7 +19,7 @@ __all__ = ["VARIABLE", "Variant", "chosen", "enabled"]
 VARIABLE = "HF_EMOPT_KERNEL_VARIANTS"
 Variant: TypeAlias = Literal["estimate", "overlap", "diagonal"]
 # What an unset variable stands for.
-_DEFAULT = ""
+_DEFAULT = "estimate,diagonal"
 
 
 def chosen() -> frozenset[str]:
