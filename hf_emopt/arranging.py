@@ -11,8 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
+from hf_emopt.distributed.assignment import bucket_numel
 from hf_emopt.distributed.layout import Grid, takes_all_ranks
-from hf_emopt.distributed.plan import PlannedParameter, bucket_numel
+from hf_emopt.distributed.plan import PlannedParameter
 from hf_emopt.distributed.tensor_parallel import (
     MODES,
     Arrangement,

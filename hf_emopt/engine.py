@@ -12,22 +12,27 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from hf_emopt.distributed.agreement import Agreement, Council, control_device, verify_plan, verify_replicas, warm_up
+from hf_emopt.distributed.agreement import (
+    Agreement,
+    Council,
+    control_device,
+    council_group,
+    verify_plan,
+    verify_replicas,
+    warm_up,
+)
+from hf_emopt.distributed.assignment import make_plan
 from hf_emopt.distributed.exchange import Exchange
 from hf_emopt.distributed.layout import (
     Grid,
     Partition,
-    ProcessGroupArgument,
-    UnsupportedLayoutError,
-    grid_of,
     group_of,
     is_sharded,
     local_tensor,
     open_groups,
-    single_grid,
     whole_shape,
 )
-from hf_emopt.distributed.plan import Batch, Bucket, Plan, PlannedParameter, Segment, make_plan
+from hf_emopt.distributed.plan import Batch, Bucket, Plan, PlannedParameter, Segment
 from hf_emopt.distributed.slots import Matrix, matrix_of, plan_slots
 from hf_emopt.hosted import Fetched, InPlace
 from hf_emopt.offload import Channel, StateOffload, channel_to, home_of
@@ -40,7 +45,7 @@ from hf_emopt.stored import Lender, elementwise_state, laid_out, shape_of_entry,
 if TYPE_CHECKING:
     from hf_emopt.measuring import Watch
 
-__all__ = ["Engine", "build_grids", "compute_device", "is_offloaded", "part_of"]
+__all__ = ["Engine", "compute_device", "is_offloaded", "part_of"]
 
 State = dict[str, Tensor]
 
@@ -59,7 +64,7 @@ class Engine:
             of, whose elementwise step they share.
         grids: the ranks of every parameter, by name.
         transport_dtype: of the wire by name, or ``None``: bfloat16 on accelerators, float32 on the CPU.
-        forward_order: see :func:`~hf_emopt.distributed.plan.make_plan`.
+        forward_order: see :func:`~hf_emopt.distributed.assignment.make_plan`.
         offloads: whether state lies on the host between steps.
     """
 
@@ -125,7 +130,7 @@ class Engine:
         # In the order of parameters, so that all ranks make the same groups in the same order.
         opened = {key: open_groups(grid) for key, grid in {id(g): g for g in self.grids.values()}.items()}
         self.grids = {name: opened[id(grid)] for name, grid in self.grids.items()}
-        self.council = Council(_council_group(list(self.grids.values())), self._shared_names())
+        self.council = Council(council_group(list(self.grids.values())), self._shared_names())
         warm_up(list(self.grids.values()), self.council.group)
         verify_plan((self.plan.digest(), self.aux_plan.digest()), self.council.group)
         by_group: dict[int, list[tuple[str, Tensor]]] = defaultdict(list)
@@ -495,40 +500,6 @@ def compute_device(param: Tensor) -> torch.device:
 def is_offloaded(param: Tensor) -> bool:
     """Whether a parameter is stepped on copies. Partitions say so, so that it is the same where all is on the CPU."""
     return (isinstance(param, Partition) and param.offloaded) or compute_device(param) != param.device
-
-
-def build_grids(named: Sequence[tuple[str, Tensor]], process_group: ProcessGroupArgument) -> dict[str, Grid]:
-    """The ranks of every parameter; parameters of one mesh share one grid."""
-    grids: dict[str, Grid] = {}
-    known: dict[Any, Grid] = {}
-    for name, param in named:
-        if param.device.type == "meta" and not is_sharded(param):
-            grids[name] = known.setdefault("meta", single_grid())
-            continue
-        key: Any = "plain"
-        if isinstance(param, Partition):
-            key = id(param.grid)
-        elif isinstance(param, DTensor):
-            key = (param.device_mesh, tuple((type(p), getattr(p, "dim", None)) for p in param.placements))
-        if key not in known:
-            known[key] = grid_of(name, param, process_group)
-        grids[name] = known[key]
-    return grids
-
-
-def _council_group(grids: Sequence[Grid]) -> Any:
-    """The process group of all ranks that share any parameter."""
-    ranks = sorted({rank for grid in grids for row in grid.ranks for rank in row})
-    if ranks == list(range(dist.get_world_size())):
-        return dist.group.WORLD
-    for grid in grids:
-        for group in (grid.shard_group, grid.replica_group):
-            if group is not None and sorted(dist.get_process_group_ranks(group)) == ranks:
-                return group
-    raise UnsupportedLayoutError(
-        f"no process group has all of the ranks {ranks} that share the optimizer's parameters; build the device mesh over "
-        "all ranks of the job, or use one optimizer for the parameters of each mesh"
-    )
 
 
 def _reduce(tensor: Tensor, op: Any, group: Any) -> Tensor:

@@ -16,17 +16,19 @@ from hf_emopt.arranging import Choice, ModeOverrides, describe
 from hf_emopt.checkpointing import consolidate, emitted, left_behind, loaded, only_initializes
 from hf_emopt.consolidation import keep_owned
 from hf_emopt.diagnostics import Diagnostics, Level
+from hf_emopt.distributed.assignment import make_plan
 from hf_emopt.distributed.delayed import DelayedUpdates
 from hf_emopt.distributed.layout import (
     LOST,
     Grid,
     ProcessGroupArgument,
     UnsupportedLayoutError,
+    build_grids,
     is_sharded,
     local_tensor,
 )
-from hf_emopt.distributed.plan import Bucket, Plan, PlannedParameter, make_plan
-from hf_emopt.engine import Engine, build_grids
+from hf_emopt.distributed.plan import Bucket, Plan, PlannedParameter
+from hf_emopt.engine import Engine
 from hf_emopt.flat_checkpoints import emitted_runs, is_runs, loaded_runs
 from hf_emopt.flattened import Flattened
 from hf_emopt.groups import GroupBuilder, ParamsArgument, check_lora_options, describe_torch_group

@@ -26,7 +26,7 @@ from hf_emopt.stopwatch import Stopwatch
 if TYPE_CHECKING:
     from hf_emopt.distributed.plan import Batch, Bucket, PlannedParameter, Segment
     from hf_emopt.engine import Engine
-    from hf_emopt.stepping import Transform
+    from hf_emopt.transform import Transform
 
 __all__ = ["Figures", "ParameterFigures", "Watch"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 
+from hf_emopt.distributed.assignment import make_plan
 from hf_emopt.distributed.layout import Storage
-from hf_emopt.distributed.plan import make_plan
 from hf_emopt.groups import adapter_at, unpack_units
 from hf_emopt.matrix_optimizer import MatrixOptimizer
 from hf_emopt.rules.factor_storage import FACTOR_STORAGE

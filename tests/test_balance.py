@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from hf_emopt.distributed.plan import assign_owners
+from hf_emopt.distributed.assignment import assign_owners
 from hf_emopt.distributed.teams import assign, rank_loads
 from hf_emopt.linalg.newton_schulz import newton_schulz_flops
 from hf_emopt.linalg.newton_schulz_sharded import newton_schulz_sharded_flops

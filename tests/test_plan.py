@@ -6,8 +6,9 @@ import random
 
 import pytest
 
+from hf_emopt.distributed.assignment import assign_owners, make_plan
 from hf_emopt.distributed.layout import Storage
-from hf_emopt.distributed.plan import PlannedParameter, assign_owners, make_plan
+from hf_emopt.distributed.plan import PlannedParameter
 from hf_emopt.routing.unit import Unit
 
 

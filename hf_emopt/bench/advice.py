@@ -15,7 +15,7 @@ import torch
 
 from hf_emopt.bench.step import Maker, Row, Settings, attempt
 from hf_emopt.bench.step_optimizers import MATRIX_OPTIMIZERS
-from hf_emopt.distributed.plan import BUCKET_VARIABLE, bucket_numel
+from hf_emopt.distributed.assignment import BUCKET_VARIABLE, bucket_numel
 
 __all__ = ["Alternative", "Verdict", "alternatives", "compare", "exposed_share", "measure_alternatives", "report"]
 

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_emopt.distributed.layout import Grid
+from hf_emopt.distributed.layout import Grid, UnsupportedLayoutError
 
-__all__ = ["Agreement", "Council", "verify_plan", "verify_replicas", "warm_up"]
+__all__ = ["Agreement", "Council", "control_device", "council_group", "verify_plan", "verify_replicas", "warm_up"]
 
 logger = logging.getLogger("hf_emopt")
 
@@ -174,3 +174,18 @@ class Council:
                 return template
             self._templates[key] = template
         return self._templates[key].clone()
+
+
+def council_group(grids: Sequence[Grid]) -> Any:
+    """The process group of all ranks that share any parameter."""
+    ranks = sorted({rank for grid in grids for row in grid.ranks for rank in row})
+    if ranks == list(range(dist.get_world_size())):
+        return dist.group.WORLD
+    for grid in grids:
+        for group in (grid.shard_group, grid.replica_group):
+            if group is not None and sorted(dist.get_process_group_ranks(group)) == ranks:
+                return group
+    raise UnsupportedLayoutError(
+        f"no process group has all of the ranks {ranks} that share the optimizer's parameters; build the device mesh over "
+        "all ranks of the job, or use one optimizer for the parameters of each mesh"
+    )

@@ -27,6 +27,7 @@ __all__ = [
     "ProcessGroupArgument",
     "Storage",
     "UnsupportedLayoutError",
+    "build_grids",
     "check_layout",
     "coordinates",
     "grid_of",
@@ -468,3 +469,22 @@ def check_layout(name: str, param: Tensor, units: Sequence[Unit]) -> None:
         )
     if local_tensor(param).layout is not torch.strided:
         raise UnsupportedLayoutError(f"{name} has layout {param.layout}; only dense parameters can be stepped")
+
+
+def build_grids(named: Sequence[tuple[str, Tensor]], process_group: ProcessGroupArgument) -> dict[str, Grid]:
+    """The ranks of every parameter; parameters of one mesh share one grid."""
+    grids: dict[str, Grid] = {}
+    known: dict[Any, Grid] = {}
+    for name, param in named:
+        if param.device.type == "meta" and not is_sharded(param):
+            grids[name] = known.setdefault("meta", single_grid())
+            continue
+        key: Any = "plain"
+        if isinstance(param, Partition):
+            key = id(param.grid)
+        elif isinstance(param, DTensor):
+            key = (param.device_mesh, tuple((type(p), getattr(p, "dim", None)) for p in param.placements))
+        if key not in known:
+            known[key] = grid_of(name, param, process_group)
+        grids[name] = known[key]
+    return grids

@@ -7,7 +7,8 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hf_emopt.distributed.plan import Bucket, Plan, assign_owners
+from hf_emopt.distributed.assignment import assign_owners
+from hf_emopt.distributed.plan import Bucket, Plan
 from hf_emopt.distributed.segments import Segment
 from hf_emopt.rules.refresh import CALL_COST
 

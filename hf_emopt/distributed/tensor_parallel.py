@@ -23,8 +23,9 @@ from typing import Any, Literal, get_args
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from hf_emopt.distributed.assignment import recut
 from hf_emopt.distributed.layout import Box, Grid, Storage, _boxes, _is_strided, coordinates, full_box
-from hf_emopt.distributed.plan import Cut, PlannedParameter, Segment, overlap, recut
+from hf_emopt.distributed.plan import Cut, PlannedParameter, Segment, overlap
 from hf_emopt.routing.unit import Unit
 
 __all__ = [
@@ -270,7 +271,7 @@ def distributed_cuts(units: Sequence[Unit], shape: tuple[int, ...], cut: TensorC
 
 
 def _long_dim(unit: Unit) -> int:
-    """The side along which :func:`~hf_emopt.distributed.plan.recut` cuts: the parameter's first dimension, unless longer."""
+    """The side along which :func:`~hf_emopt.distributed.assignment.recut` cuts: the first unless the other is longer."""
     dim = 0 if unit.view[0] >= unit.view[1] else 1
     return -2 if dim in unit.rows else -1
 

@@ -16,8 +16,9 @@ from typing import Any
 from torch import nn
 
 from hf_emopt.arranging import arrange_cuts
+from hf_emopt.distributed.assignment import make_plan
 from hf_emopt.distributed.layout import Box, Storage, chunk_boxes
-from hf_emopt.distributed.plan import Plan, PlannedParameter, make_plan
+from hf_emopt.distributed.plan import Plan, PlannedParameter
 from hf_emopt.distributed.tensor_parallel import TensorCut
 from hf_emopt.matrix_optimizer import MatrixOptimizer
 
@@ -126,7 +127,7 @@ def place(
 
     Args:
         model: whose plan of tensor parallelism is read, for that layout.
-        max_bucket_numel: see :func:`~hf_emopt.distributed.plan.make_plan`.
+        max_bucket_numel: see :func:`~hf_emopt.distributed.assignment.make_plan`.
 
     Raises:
         ValueError: when the model has no plan of tensor parallelism, or one that is not known here.

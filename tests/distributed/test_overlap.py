@@ -67,7 +67,7 @@ def test_everything_reads_the_new_weights(two: World, tensor_lr: bool) -> None:
 
 
 def many_buckets() -> dict[str, Any]:
-    import hf_emopt.distributed.plan as plan
+    import hf_emopt.distributed.assignment as plan
 
     limit, plan.MAX_BUCKET_NUMEL = plan.MAX_BUCKET_NUMEL, 200
     defaults, plan.make_plan.__defaults__ = plan.make_plan.__defaults__, (200, False)
