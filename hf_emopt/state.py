@@ -15,7 +15,7 @@ from hf_emopt.groups import STRUCTURAL_KEYS, unpack_units
 from hf_emopt.routing.unit import Unit
 from hf_emopt.rules.base import Group, state_dtype
 from hf_emopt.rules.masters import WEIGHT_STATE
-from hf_emopt.rules.moments import converted
+from hf_emopt.rules.moments import coded_names, converted, scale_shape
 from hf_emopt.stored import elementwise_state, is_weight_state, unit_state
 
 if TYPE_CHECKING:
@@ -178,12 +178,18 @@ def _check_kinds(
 
 
 def _check_shapes(name: str, param: Tensor, entry: dict[str, Any]) -> None:
-    for key in ("momentum_buffer", "exp_avg", "exp_avg_sq", *WEIGHT_STATE):
+    whole = whole_shape(param)
+    shapes = dict.fromkeys(("momentum_buffer", "exp_avg", "exp_avg_sq", *WEIGHT_STATE), whole)
+    for moment in ("momentum_buffer", "exp_avg", "exp_avg_sq"):
+        codes, scale = coded_names(moment)
+        shapes[codes] = whole
+        if scale in entry:  # of a shape that has 8 bits
+            shapes[scale] = scale_shape(whole)
+    for key, shape in shapes.items():
         value = entry.get(key)
-        if torch.is_tensor(value) and tuple(value.shape) != whole_shape(param):
-            raise ValueError(
-                f"{name}: the optimizer state's {key} has shape {tuple(value.shape)}, the parameter {whole_shape(param)}"
-            )
+        if torch.is_tensor(value) and tuple(value.shape) != shape:
+            of = "the parameter" if shape == whole else f"scales of the parameter's {whole} have"
+            raise ValueError(f"{name}: the optimizer state's {key} has shape {tuple(value.shape)}, {of} {shape}")
 
 
 def load_into(optimizer: MatrixOptimizer, by_name: dict[str, dict[str, Any]], saved_groups: list[Group]) -> None:

@@ -269,6 +269,27 @@ def test_a_checkpoint_is_converted_to_the_live_dtype(rule: str, saved_as: str, l
     train(other, loaded, range(4, 6))
 
 
+@pytest.mark.parametrize(
+    ("key", "shape", "named"),
+    [
+        ("momentum_buffer_codes", (80, 128), r"up\.weight.*momentum_buffer_codes has shape \(80, 128\), the parameter"),
+        ("momentum_buffer_scale", (160, 2), r"up\.weight.*momentum_buffer_scale has shape \(160, 2\), scales"),
+    ],
+)
+def test_codes_of_another_shape_are_named(key: str, shape: tuple[int, ...], named: str) -> None:
+    pytest.importorskip("bitsandbytes")
+    model, optimizer = make("muon", "int8")
+    train(model, optimizer, range(2))
+    saved = through_disk(optimizer.state_dict())
+    index = next(
+        i for i, s in saved["state"].items() if tuple(s.get("momentum_buffer_codes", torch.empty(0)).shape) == (160, 64)
+    )
+    saved["state"][index][key] = saved["state"][index][key].new_zeros(shape)
+    _, loaded = make("muon", "int8")
+    with pytest.raises(ValueError, match=named):
+        loaded.load_state_dict(saved)
+
+
 def test_moments_of_adamw_are_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("bitsandbytes")
     model, _ = make("muon", "float32")
