@@ -77,8 +77,7 @@ def parse_optim_args(optim_args: str | Mapping[str, Any] | None, optimizer_cls: 
         optim_args: ``"key=value, key=value"``, with lists joined by ``:`` or ``/`` (``betas=0.9:0.95``), booleans as
             ``true`` or ``false``, an absent value as ``none`` and dtypes by name (``bfloat16``, ``fp32``); or a mapping
             (a YAML configuration, say); or a mapping written as JSON, which also takes strings that hold a comma or an
-            equals sign. ``betas`` stands for ``aux_betas`` where the
-            matrices have no betas of their own (Muon and NorMuon).
+            equals sign. ``betas`` stands for ``aux_betas`` where the matrices have none (Muon and NorMuon).
         optimizer_cls: the class whose signature gives the keys and types.
 
     Raises:
