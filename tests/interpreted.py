@@ -7,8 +7,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from torch import Tensor
 
-__all__ = ["INTERPRETING", "run_in_interpreter"]
+__all__ = ["INTERPRETING", "run_in_interpreter", "small_integers"]
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -25,3 +27,8 @@ def run_in_interpreter(path: str) -> None:
     )
     assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
     assert " passed" in result.stdout
+
+
+def small_integers(*shape: int) -> Tensor:
+    """float32 from -2 to 2: sums of products of few of them are exact in 16 bits."""
+    return torch.randint(-2, 3, shape).float()

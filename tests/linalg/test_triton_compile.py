@@ -51,18 +51,23 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], arch
 
 
 def symmetric_product(
-    config: Config, arch: int, with_c: bool, out: str = "fp16", trans: bool = False, variants: bool = False
+    config: Config,
+    arch: int,
+    with_c: bool,
+    out: str = "fp16",
+    trans: bool = False,
+    diagonal: int = 2,
+    corrected: int = 0,
 ) -> Any:
-    """``variants``: with all that a launch may ask for."""
+    """``diagonal``: 2 for ``A A^T`` and 1 for the product of two matrices, 0 for both without the variant of that name."""
     shared = {
         "HAS_C": with_c,
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k,
         "UPCAST": False,
-        "PDL": variants and arch >= 90,
-        "CORRECTED": int(variants),
-        **({} if variants else {"correction_ptr": None}),
+        "CORRECTED": corrected,
+        **({} if corrected else {"correction_ptr": None}),
     }
     scalars = {"alpha": "fp32", "beta": "fp32", "diagonal": "fp32", "tiles_ptr": "*i32", "correction_ptr": "*fp32"}
     if not config.descriptors:
@@ -86,8 +91,9 @@ def symmetric_product(
         "d_desc": block(out, side, side),
     }
     square = config.block_m == config.block_n
-    unused = {"b_desc": None, "side_desc": None} if square else {}
-    constants = {**shared, "SQUARE": square, "TRANS": trans, "DIAGONAL": 2 * int(variants), **unused}
+    same = square and diagonal != 1
+    constants = {**shared, "SQUARE": same, "TRANS": trans, "DIAGONAL": diagonal}
+    constants |= dict.fromkeys(["b_desc"] * same + ["side_desc"] * square)
     if not with_c:
         constants["c_desc"] = None
     kernel = symmetric_kernels.symmetric_product_descriptor_kernel
@@ -113,17 +119,24 @@ def assembler_warnings(kernel: Any, tmp_path: Path) -> str:
     return run.stderr
 
 
+# A A^T as it is launched, of a matrix that is normalized and of one that is not yet (then without C).
 EVERY = [
-    (arch, config, with_c, False) for arch, some in CANDIDATES.items() for config in some for with_c in (False, True)
+    (arch, config, with_c, 2, corrected)
+    for arch, some in CANDIDATES.items()
+    for config in some
+    for with_c, corrected in ((False, 2), (True, 0))
 ]
-# With all variants: wide and square tiles, and one of each other architecture.
-EVERY += [(90, config, True, True) for config in CANDIDATES[90] if config.block_m * config.block_n >= 128 * 128]
-EVERY += [(80, CANDIDATES[80][0], True, True), (100, CANDIDATES[100][0], True, True)]
+# The product of two matrices; both without the variant; and a polynomial that ends the normalization.
+EVERY += [(90, config, False, 1, 0) for config in CANDIDATES[90]]
+EVERY += [(90, config, True, 0, 0) for config in CANDIDATES[90]]
+EVERY += [(arch, some[0], True, 2, 1) for arch, some in CANDIDATES.items()]
 
 
-@pytest.mark.parametrize(("arch", "config", "with_c", "variants"), EVERY, ids=str)
-def test_every_configuration(arch: int, config: Config, with_c: bool, variants: bool, tmp_path: Path) -> None:
-    kernel = symmetric_product(config, arch, with_c, variants=variants)
+@pytest.mark.parametrize(("arch", "config", "with_c", "diagonal", "corrected"), EVERY, ids=str)
+def test_every_configuration(
+    arch: int, config: Config, with_c: bool, diagonal: int, corrected: int, tmp_path: Path
+) -> None:
+    kernel = symmetric_product(config, arch, with_c, diagonal=diagonal, corrected=corrected)
     ptx = kernel.asm["ptx"]
     assert TENSOR_CORES[arch] in ptx
     assert ("cp.async.bulk.tensor" in ptx) == config.descriptors
@@ -141,28 +154,13 @@ def test_float32_results(config: Config, tmp_path: Path) -> None:
     assert spilled_bytes(kernel, tmp_path) == 0
 
 
-def test_the_next_kernel_is_let_in_after_the_sums() -> None:
-    """Before them its programs would take the places of programs of this one."""
-    ptx = symmetric_product(Config(128, 128, 64, 4, 3), 90, False, variants=True).asm["ptx"]
-    places = [(ptx.index("griddepcontrol.wait"), "wait")]
-    for name in ("wgmma.mma_async", "griddepcontrol.launch_dependents", "cp.async.bulk.tensor.3d.global"):
-        places += [(found.start(), name) for found in re.finditer(re.escape(name), ptx)]
-    order = [name for _, name in sorted(places)]
-    assert order[0] == "wait"
-    for i, name in enumerate(order):
-        if name == "griddepcontrol.launch_dependents":
-            assert order[i - 1] == "wgmma.mma_async"
-            assert order[i + 1] == "cp.async.bulk.tensor.3d.global"
-    assert order.count("griddepcontrol.launch_dependents") == 2
-
-
 def test_a_square_on_the_diagonal_reads_its_block_once() -> None:
-    def loads(variants: bool) -> int:
-        ptx = symmetric_product(Config(128, 128, 64, 4, 3), 90, False, variants=variants).asm["ptx"]
+    def loads(diagonal: int) -> int:
+        ptx = symmetric_product(Config(128, 128, 64, 4, 3), 90, False, diagonal=diagonal).asm["ptx"]
         return len(re.findall(r"cp\.async\.bulk\.tensor\.3d\.shared", ptx))
 
     # Two before the loop and one in it: of two factors in the one branch, of one in the other.
-    assert (loads(False), loads(True)) == (6, 9)
+    assert (loads(0), loads(2)) == (6, 9)
 
 
 def test_tall_matrices_are_read_in_place(tmp_path: Path) -> None:

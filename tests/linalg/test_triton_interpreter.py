@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from interpreted import INTERPRETING, run_in_interpreter
-from torch import Tensor
+from interpreted import INTERPRETING, run_in_interpreter, small_integers
 
 HALF = [torch.float16, torch.bfloat16]
 
@@ -38,9 +37,6 @@ if INTERPRETING:
     @pytest.fixture(autouse=True)
     def _seed() -> None:
         torch.manual_seed(0)
-
-    def small_integers(*shape: int) -> Tensor:
-        return torch.randint(-2, 3, shape).float()
 
     @pytest.mark.parametrize("config", CONFIGS, ids=str)
     @pytest.mark.parametrize("dtype", HALF)

@@ -14,9 +14,6 @@ Two kernels with one rule of storing: loads and stores by pointers (any strides,
 descriptors (sm_90 and later: the copy engine). Addresses of batches and rows are 64-bit. ``alpha``, ``beta`` and the
 diagonals are run-time values: one binary serves every coefficient.
 
-``PDL`` lets a kernel start while the one before it ends; all of its reads and writes come after the wait. The next one is
-let in when all programs have done their sums: earlier, programs that wait would take the places of programs that work.
-
 ``CORRECTED``: a number ``t`` for each matrix of the batch is read from memory. 1: it multiplies the whole result; 2: its
 square multiplies ``alpha``, as for ``X X^T`` of a matrix that should be ``t X``.
 """
@@ -26,7 +23,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 __all__ = ["symmetric_product_descriptor_kernel", "symmetric_product_pointer_kernel"]
 
@@ -144,7 +140,6 @@ def _sum_pointer(
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
     UPCAST: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """``A B^T + beta C`` of one tile of one matrix of the batch, float32."""
     ks = tl.arange(0, BLOCK_K)
@@ -169,8 +164,6 @@ def _sum_pointer(
         acc = _dot(a, b, acc, UPCAST)
         a_ptrs += BLOCK_K * a_col
         b_ptrs += BLOCK_K * b_col
-    if PDL:
-        gdc_launch_dependents()
     return acc
 
 
@@ -204,7 +197,6 @@ def symmetric_product_pointer_kernel(
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
     UPCAST: tl.constexpr,
-    PDL: tl.constexpr,
     CORRECTED: tl.constexpr,
 ):
     # Without it the ends of the loops are merged across the branches, and the assembler serializes wgmma.
@@ -214,8 +206,6 @@ def symmetric_product_pointer_kernel(
     tile = program % num_tiles
     row0 = tl.load(tiles_ptr + 2 * tile) * BLOCK_M
     col0 = tl.load(tiles_ptr + 2 * tile + 1) * BLOCK_N
-    if PDL:
-        gdc_wait()
     alpha, diagonal = _corrected(alpha, diagonal, correction_ptr, batch, CORRECTED)
     a_ptr += batch.to(tl.int64) * a_batch
     b_ptr += batch.to(tl.int64) * b_batch
@@ -223,7 +213,7 @@ def symmetric_product_pointer_kernel(
     if BLOCK_M == BLOCK_N:
         acc = _sum_pointer(
             a_ptr, b_ptr, c_ptr, row0, col0, M, K, a_row, a_col, b_row, b_col, c_row, beta,
-            HAS_C, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, UPCAST, PDL,
+            HAS_C, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, UPCAST,
         )  # fmt: skip
         _store_pointer(alpha * acc, d_ptr, batch, d_batch, d_row, row0, col0, M, diagonal, BLOCK_M, BLOCK_N)
     else:
@@ -231,13 +221,13 @@ def symmetric_product_pointer_kernel(
         if _only_diagonal_square(row0, col0, BLOCK_M, BLOCK_N):
             square = _sum_pointer(
                 a_ptr, b_ptr, c_ptr, col0, col0, M, K, a_row, a_col, b_row, b_col, c_row, beta,
-                HAS_C, SIDE, SIDE, BLOCK_K, EVEN_K, UPCAST, PDL,
+                HAS_C, SIDE, SIDE, BLOCK_K, EVEN_K, UPCAST,
             )  # fmt: skip
             _store_pointer(alpha * square, d_ptr, batch, d_batch, d_row, col0, col0, M, diagonal, SIDE, SIDE)
         else:
             acc = _sum_pointer(
                 a_ptr, b_ptr, c_ptr, row0, col0, M, K, a_row, a_col, b_row, b_col, c_row, beta,
-                HAS_C, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, UPCAST, PDL,
+                HAS_C, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, UPCAST,
             )  # fmt: skip
             _store_pointer(alpha * acc, d_ptr, batch, d_batch, d_row, row0, col0, M, diagonal, BLOCK_M, BLOCK_N)
 
@@ -301,36 +291,16 @@ def _sum_descriptor(
     COLS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     UPCAST: tl.constexpr,
-    PDL: tl.constexpr,
+    ONE: tl.constexpr,
 ):
+    """``ONE``: both factors are the same block, which is read once."""
     for k in range(0, K, BLOCK_K):
         a = _load_block(a_desc, batch, row, k, TRANS, ROWS, BLOCK_K)
-        b = _load_block(b_desc, batch, col, k, TRANS, COLS, BLOCK_K)
-        acc = _dot(a, b.T, acc, UPCAST)
-    if PDL:
-        gdc_launch_dependents()
-    return acc
-
-
-@triton.jit
-def _diagonal_sum_descriptor(
-    desc,
-    acc,
-    batch,
-    row,
-    K,
-    TRANS: tl.constexpr,
-    SIDE: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    UPCAST: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Of ``A A^T`` a square on the diagonal: both factors are one block."""
-    for k in range(0, K, BLOCK_K):
-        a = _load_block(desc, batch, row, k, TRANS, SIDE, BLOCK_K)
-        acc = _dot(a, a.T, acc, UPCAST)
-    if PDL:
-        gdc_launch_dependents()
+        if ONE:
+            acc = _dot(a, a.T, acc, UPCAST)
+        else:
+            b = _load_block(b_desc, batch, col, k, TRANS, COLS, BLOCK_K)
+            acc = _dot(a, b.T, acc, UPCAST)
     return acc
 
 
@@ -355,7 +325,6 @@ def symmetric_product_descriptor_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     UPCAST: tl.constexpr,
-    PDL: tl.constexpr,
     CORRECTED: tl.constexpr,
     DIAGONAL: tl.constexpr,
 ):
@@ -369,38 +338,33 @@ def symmetric_product_descriptor_kernel(
     tile = program % num_tiles
     row0 = tl.load(tiles_ptr + 2 * tile) * BLOCK_M
     col0 = tl.load(tiles_ptr + 2 * tile + 1) * BLOCK_N
-    if PDL:
-        gdc_wait()
     alpha, diagonal = _corrected(alpha, diagonal, correction_ptr, batch, CORRECTED)
     if BLOCK_M == BLOCK_N:
         acc = _start_descriptor(c_desc, batch, row0, col0, beta, HAS_C, BLOCK_M, BLOCK_N)
         if DIAGONAL > 0:
             if row0 == col0:
-                if DIAGONAL == 2:
-                    acc = _diagonal_sum_descriptor(a_desc, acc, batch, row0, K, TRANS, BLOCK_M, BLOCK_K, UPCAST, PDL)
-                else:
-                    acc = _sum_descriptor(
-                        a_desc, b_desc, acc, batch, row0, row0, K, TRANS, BLOCK_M, BLOCK_N, BLOCK_K, UPCAST, PDL
-                    )
+                acc = _sum_descriptor(
+                    a_desc, b_desc, acc, batch, row0, row0, K, TRANS, BLOCK_M, BLOCK_N, BLOCK_K, UPCAST, DIAGONAL == 2
+                )
                 _store_square_descriptor(alpha * acc, d_desc, batch, row0, row0, diagonal, BLOCK_M)
             else:
                 if SQUARE:
                     acc = _sum_descriptor(
-                        a_desc, a_desc, acc, batch, row0, col0, K, TRANS, BLOCK_M, BLOCK_N, BLOCK_K, UPCAST, PDL
+                        a_desc, a_desc, acc, batch, row0, col0, K, TRANS, BLOCK_M, BLOCK_N, BLOCK_K, UPCAST, False
                     )
                 else:
                     acc = _sum_descriptor(
-                        a_desc, b_desc, acc, batch, row0, col0, K, TRANS, BLOCK_M, BLOCK_N, BLOCK_K, UPCAST, PDL
+                        a_desc, b_desc, acc, batch, row0, col0, K, TRANS, BLOCK_M, BLOCK_N, BLOCK_K, UPCAST, False
                     )
                 _store_square_descriptor(alpha * acc, d_desc, batch, row0, col0, diagonal, BLOCK_M)
         elif SQUARE:  # B is A, and its tiles have the same shape
             acc = _sum_descriptor(
-                a_desc, a_desc, acc, batch, row0, col0, K, TRANS, BLOCK_M, BLOCK_N, BLOCK_K, UPCAST, PDL
+                a_desc, a_desc, acc, batch, row0, col0, K, TRANS, BLOCK_M, BLOCK_N, BLOCK_K, UPCAST, False
             )
             _store_descriptor(alpha * acc, d_desc, batch, row0, col0, diagonal, BLOCK_M, BLOCK_N)
         else:
             acc = _sum_descriptor(
-                a_desc, b_desc, acc, batch, row0, col0, K, TRANS, BLOCK_M, BLOCK_N, BLOCK_K, UPCAST, PDL
+                a_desc, b_desc, acc, batch, row0, col0, K, TRANS, BLOCK_M, BLOCK_N, BLOCK_K, UPCAST, False
             )
             _store_descriptor(alpha * acc, d_desc, batch, row0, col0, diagonal, BLOCK_M, BLOCK_N)
     else:
@@ -414,23 +378,22 @@ def symmetric_product_descriptor_kernel(
                 else:
                     _, square = c.reshape(2, SIDE, SIDE).permute(1, 2, 0).split()
             if BLOCK_M < BLOCK_N:
-                if DIAGONAL == 2:
-                    square = _diagonal_sum_descriptor(a_desc, square, batch, col0, K, TRANS, SIDE, BLOCK_K, UPCAST, PDL)
-                else:
-                    square = _sum_descriptor(
-                        a_desc, side_desc, square, batch, col0, col0, K, TRANS, SIDE, SIDE, BLOCK_K, UPCAST, PDL
-                    )
+                square = _sum_descriptor(
+                    a_desc, side_desc, square, batch, col0, col0, K, TRANS, SIDE, SIDE, BLOCK_K, UPCAST, DIAGONAL == 2
+                )
             else:
                 if DIAGONAL == 2:
-                    square = _diagonal_sum_descriptor(b_desc, square, batch, col0, K, TRANS, SIDE, BLOCK_K, UPCAST, PDL)
+                    square = _sum_descriptor(
+                        b_desc, b_desc, square, batch, col0, col0, K, TRANS, SIDE, SIDE, BLOCK_K, UPCAST, True
+                    )
                 else:
                     square = _sum_descriptor(
-                        side_desc, b_desc, square, batch, col0, col0, K, TRANS, SIDE, SIDE, BLOCK_K, UPCAST, PDL
+                        side_desc, b_desc, square, batch, col0, col0, K, TRANS, SIDE, SIDE, BLOCK_K, UPCAST, False
                     )
             _store_square_descriptor(alpha * square, d_desc, batch, col0, col0, diagonal, SIDE)
         else:
             acc = _start_descriptor(c_desc, batch, row0, col0, beta, HAS_C, BLOCK_M, BLOCK_N)
             acc = _sum_descriptor(
-                a_desc, b_desc, acc, batch, row0, col0, K, TRANS, BLOCK_M, BLOCK_N, BLOCK_K, UPCAST, PDL
+                a_desc, b_desc, acc, batch, row0, col0, K, TRANS, BLOCK_M, BLOCK_N, BLOCK_K, UPCAST, False
             )
             _store_descriptor(alpha * acc, d_desc, batch, row0, col0, diagonal, BLOCK_M, BLOCK_N)

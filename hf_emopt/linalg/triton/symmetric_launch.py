@@ -18,8 +18,6 @@ from hf_emopt.linalg.triton.runtime import architecture, interpreting
 __all__ = ["symmetric_product", "tile_table"]
 
 _LARGEST_OFFSET = 2**31 - 1
-# FLOPs of a product (one triangle) up to which its start may overlap the end of the one before: some 0.15 ms on sm_90.
-_SHORT_FLOPS = 1e11
 
 
 class _Scalars(NamedTuple):
@@ -36,7 +34,6 @@ class _Form(NamedTuple):
     """What is compiled for a product beside its tiles."""
 
     trans: bool
-    pdl: bool
     diagonal: int
 
 
@@ -155,12 +152,7 @@ def symmetric_product(
     trans = a.stride(-1) != 1
     inputs = (a.mT, b.mT) if trans else (a, b)
     others = (out,) if c is None else (c, out)
-    chosen = variants.chosen()
-    form = _Form(
-        trans,
-        pdl="overlap" in chosen and _can_overlap(a.device) and batch * m * m * k <= _SHORT_FLOPS,
-        diagonal=0 if "diagonal" not in chosen else 2 if _same(a, b) else 1,
-    )
+    form = _Form(trans, diagonal=0 if not variants.enabled("diagonal") else 2 if _same(a, b) else 1)
     # Sums start from C.
     start = beta / alpha if beta else 0.0
     scalars = _Scalars(alpha, start, diagonal, correction, 0 if correction is None else power)
@@ -175,16 +167,8 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return b.data_ptr() == a.data_ptr() and b.stride() == a.stride()
 
 
-def _can_overlap(device: torch.device) -> bool:
-    capability = None if interpreting() else architecture(device)
-    return capability is not None and capability >= 90
-
-
-def _options(config: Config, pdl: bool) -> dict[str, Any]:
-    options: dict[str, Any] = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    if pdl:
-        options["launch_pdl"] = True
-    return options
+def _options(config: Config) -> dict[str, Any]:
+    return {"num_warps": config.num_warps, "num_stages": config.num_stages}
 
 
 def _launch_descriptors(
@@ -227,13 +211,12 @@ def _launch_descriptors(
         block_n,
         block_k,
         interpreting(),
-        form.pdl,
         scalars.power,
         form.diagonal,
     )
     special = (k % 16 == 0, k == 1, _special(scalars))
     key = ("descriptors", config, a.dtype, out.dtype, c is None, same, form, special, a.device)
-    launch(kernel, key, count * batch, arguments, _options(config, form.pdl), out.device)
+    launch(kernel, key, count * batch, arguments, _options(config), out.device)
 
 
 def _special(scalars: _Scalars) -> Hashable:
@@ -279,9 +262,8 @@ def _launch_pointers(
         config.block_k,
         k % config.block_k == 0,
         interpreting(),
-        form.pdl,
         scalars.power,
     )
     special = (specialization((a, b, c_like, out), integers), _special(scalars))
-    key = ("pointers", config, c is None, form.pdl, k % config.block_k == 0, special, a.device)
-    launch(kernel, key, count * batch, arguments, _options(config, form.pdl), out.device)
+    key = ("pointers", config, c is None, k % config.block_k == 0, special, a.device)
+    launch(kernel, key, count * batch, arguments, _options(config), out.device)

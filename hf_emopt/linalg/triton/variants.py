@@ -4,7 +4,6 @@
 
 * ``estimate``: the cast of a normalization is scaled by an estimate of the norm, in the pass that finds the norm itself; what
   is left of it goes into the first products (:mod:`hf_emopt.linalg.triton.estimated_kernels`).
-* ``overlap``: a short symmetric product is launched while the one before it still writes (programmatic dependent launch).
 * ``diagonal``: a program on the diagonal of ``A A^T`` reads its block once.
 """
 
@@ -17,7 +16,7 @@ from typing import Literal, TypeAlias, get_args
 __all__ = ["VARIABLE", "Variant", "chosen", "enabled"]
 
 VARIABLE = "HF_EMOPT_KERNEL_VARIANTS"
-Variant: TypeAlias = Literal["estimate", "overlap", "diagonal"]
+Variant: TypeAlias = Literal["estimate", "diagonal"]
 # What an unset variable stands for.
 _DEFAULT = "estimate,diagonal"
 
