@@ -11,9 +11,14 @@ Every variant is an optimizer, a ``state_dtype`` and, with ``+cpu``, ``offload_s
 * ``state``: bytes of the optimizer's state on device and host, which must be what the planner says;
 * ``left``, ``lent``: the most bytes of offloaded state that were on the device between steps and in a step; at most the
   largest piece, and three times that (or ``HF_EMOPT_OFFLOAD_BUCKETS`` times);
+* ``ready``: bytes of it that were there, or on their way, when the last step began: more than ``left`` where the backward
+  pass has brought state before the step;
+* ``host_ahead_ms``: how long the device takes to be through with a backward pass when the host is. Where that is long, what
+  is asked for when a step begins is asked for early anyway;
 * ``peak``: of allocated memory;
 * with ``--profile``, of one optimizer step: its milliseconds on the device, and those in which copies to the device, copies
-  to the host and its own kernels ran, by ``torch.profiler``.
+  to the host and its own kernels ran, by ``torch.profiler``; of the copies to the device also those before it began
+  (``early``) and those while it ran (``meanwhile``). The host waits for the device before that step.
 
 Then, on two layers and gradients that are the same numbers every time, weights after ``--parity-steps`` steps: of offload
 against the same without, to the bit, also where a checkpoint of one is resumed by the other, and of each ``state_dtype``
@@ -130,10 +135,19 @@ def profiled(passes: Any, update: Any, device: torch.device) -> dict[str, float]
     events = list(profile.events())
     took = marks[0].elapsed_time(marks[1])
     begin = next(e.time_range.start for e in events if e.name == "update" and e.device_type.name == "CPU")
-    spans: dict[str, list[tuple[float, float]]] = {"to_device": [], "to_host": [], "kernels": []}
+    spans: dict[str, list[tuple[float, float]]] = {
+        "to_device": [], "to_host": [], "kernels": [], "early_to_device": [], "meanwhile_to_device": []
+    }  # fmt: skip
     for event in events:
         start, end = event.time_range.start, event.time_range.end
-        if event.device_type.name != "CUDA" or start < begin or event.name == "update":
+        if event.device_type.name != "CUDA" or event.name == "update":
+            continue
+        if "HtoD" in event.name:
+            spans["early_to_device"].append((min(start, begin), min(end, begin)))
+            spans["meanwhile_to_device"].append(
+                (min(max(start, begin), begin + 1e3 * took), min(max(end, begin), begin + 1e3 * took))
+            )
+        if start < begin:
             continue
         if "HtoD" in event.name or "DtoH" in event.name:
             spans["to_device" if "HtoD" in event.name else "to_host"].append((start, end))
@@ -173,6 +187,17 @@ def timed(variant: str, options: argparse.Namespace, device: torch.device) -> di
         update()
         return loss
 
+    def host_ahead() -> float:
+        """Milliseconds from where the host has queued a backward pass to where the device is through with it."""
+        for _ in range(2):
+            step()
+        passes()
+        start = time.perf_counter()
+        wait(device)
+        found = 1e3 * (time.perf_counter() - start)
+        update()
+        return found
+
     for _ in range(options.warmup):
         loss = step()
     runs = []
@@ -191,13 +216,15 @@ def timed(variant: str, options: argparse.Namespace, device: torch.device) -> di
         "step_ms": statistics.median(slowest.tolist()),
         "runs_ms": slowest.tolist(),
         "loss": float(loss),
+        "host_ahead_ms": host_ahead(),
         "peak_bytes": torch.cuda.max_memory_allocated() if device.type == "cuda" else 0,
     }
     offload = None if adamw else optimizer._current_engine().offload
     if offload is not None:  # before state is asked for, which brings all of it home
         row |= {
             "lent_bytes": offload.peak_bytes, "largest_piece": offload.largest_bytes, "left_bytes": offload.left_bytes,
-            "left_now": offload.resident_bytes, "ahead": offload.fetched_ahead, "late": offload.fetched_late,
+            "ready_bytes": offload.ready_bytes, "left_now": offload.resident_bytes,
+            "ahead": offload.fetched_ahead, "late": offload.fetched_late,
         }  # fmt: skip
         assert offload.peak_bytes <= room_in_buckets() * offload.largest_bytes
         assert offload.resident_bytes <= offload.left_bytes <= offload.largest_bytes
@@ -302,8 +329,8 @@ def main() -> None:
         if dist.get_rank() == 0:
             steps = {row["variant"]: row["step_ms"] for row in rows}
             print(
-                f"{'':22}{'step ms':>9}{'ratio':>7}{'device MiB':>12}{'host MiB':>10}{'left MiB':>10}{'lent MiB':>10}"
-                f"{'peak GiB':>10}"
+                f"{'':22}{'step ms':>9}{'ratio':>7}{'device MiB':>12}{'host MiB':>10}{'left MiB':>10}{'ready MiB':>10}"
+                f"{'lent MiB':>10}{'peak GiB':>10}"
             )
             for row in rows:
                 base = steps.get(row["variant"].partition("+")[0], row["step_ms"])
@@ -311,8 +338,8 @@ def main() -> None:
                 print(
                     f"{row['variant']:22}{row['step_ms']:9.2f}{row['step_ms'] / base:7.3f}"
                     f"{row['state_bytes'].get(device.type, 0) / 2**20:12.1f}{host / 2**20:10.1f}"
-                    f"{row.get('left_bytes', 0) / 2**20:10.1f}{row.get('lent_bytes', 0) / 2**20:10.1f}"
-                    f"{row['peak_bytes'] / 2**30:10.2f}"
+                    f"{row.get('left_bytes', 0) / 2**20:10.1f}{row.get('ready_bytes', 0) / 2**20:10.1f}"
+                    f"{row.get('lent_bytes', 0) / 2**20:10.1f}{row['peak_bytes'] / 2**30:10.2f}"
                 )
                 if "profile" in row:
                     print("  " + ", ".join(f"{name} {value:.1f}" for name, value in row["profile"].items()))

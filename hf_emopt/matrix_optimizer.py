@@ -28,6 +28,7 @@ from hf_emopt.distributed.layout import (
     local_tensor,
 )
 from hf_emopt.distributed.plan import Bucket, Plan, PlannedParameter
+from hf_emopt.early_fetch import EarlyFetch
 from hf_emopt.engine import Engine
 from hf_emopt.flat_checkpoints import emitted_runs, is_runs, loaded_runs
 from hf_emopt.flattened import Flattened
@@ -116,6 +117,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
             raise ValueError("overlap_param_gather=True puts hooks on the model: pass the model as params")
         self._model = weakref.ref(params) if isinstance(params, nn.Module) else None
         self._delayed = DelayedUpdates()
+        self._early = EarlyFetch()
         self._diagnostics = Diagnostics()
         self._skipped: dict[torch.device, Tensor] = {}
         self._skipped_by_wrapper: Callable[[], int] | None = (
@@ -307,6 +309,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
             return
         if engine.offload is not None:
             engine.offload.begin()
+            self._early.count()
         engine.observe(self._diagnostics.watch)
         agreement = engine.begin(self._finite_flags(), among)
         if engine.watch is not None:
@@ -416,6 +419,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         if whole is not None:
             keep_owned(engine, whole)
         self._delayed.attach(self._model() if self._overlaps and self._model is not None else None)
+        self._early.attach(engine, [route.name for route in self._routes])
         return engine
 
     def _grids(self) -> dict[str, Grid]:
@@ -441,13 +445,10 @@ class MatrixOptimizer(torch.optim.Optimizer):
         by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
         for group in self.param_groups:
             for name, param in zip(group["param_names"], group["params"]):
-                grad = param.grad
-                if grad is None:
-                    continue
-                grad = local_tensor(grad)
-                if grad.is_sparse:
+                if param.grad is not None and param.grad.is_sparse:
                     raise RuntimeError(f"{name} has a sparse gradient; use an embedding with sparse=False")
-                if grad.numel():
+                grad = None if param.grad is None else local_tensor(param.grad)
+                if grad is not None and grad.numel():
                     by_device[grad.device].append(grad)
         if not self.skip_nonfinite or (self._flattened is not None and self._flattened.checked):
             return {}
@@ -503,6 +504,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         if self._engine is not None:
             self._engine.settle()
             self._transforms += self._engine.transform_count
+        self._early.attach(None)
         self._engine, self._consolidated, self._only_initialized = None, None, False
 
     def __getstate__(self) -> dict[str, Any]:

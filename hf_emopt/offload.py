@@ -3,21 +3,24 @@
 A step borrows the state of one piece of work at a time (:meth:`StateOffload.borrow`) and gives it back. While one piece is
 worked on, the next ones, as the last step went, are on their way to the device on a stream of its own; what is given back is
 written to the host on another one. What arrives takes the memory of what left, a few tensors at a time, and is written to it
-only when their last byte is on the host. So the link is busy in both directions while two pieces of memory are enough, and
-one piece, the first of the next step, waits on the device between steps.
+only when their last byte is on the host. So the link is busy in both directions in the memory of a few pieces, three unless
+:data:`ROOM_VARIABLE` says otherwise; and one piece, the first of the next step, waits on the device between steps. Who knows
+that a step is near says so (:meth:`StateOffload.approach`): then the memory of a step is filled before it begins.
 
 Nothing here knows what state is, whose it is or what is done with it.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import os
+import threading
 from collections import deque
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -235,14 +238,32 @@ def channel_to(device: torch.device) -> Channel:
     return _SameMemory() if device.type == "cpu" else _Channel(device)
 
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def _one_at_a_time(
+    method: Callable[Concatenate[StateOffload, _P], _R],
+) -> Callable[Concatenate[StateOffload, _P], _R]:
+    """Has other threads wait: a backward pass, on a thread of autograd's own, may say that a step is near at any time."""
+
+    @functools.wraps(method)
+    def alone(self: StateOffload, /, *args: _P.args, **options: _P.kwargs) -> _R:
+        with self._lock:
+            return method(self, *args, **options)
+
+    return alone
+
+
 class StateOffload:
     """Lends tensors that lie on the host to a device, one piece of work at a time, the next ones ahead.
 
     The order in which pieces are borrowed is learned, and so is the largest of them, the bucket by which room is measured:
     in a step there are three buckets of room on the device (:data:`ROOM_VARIABLE`), and between steps one. While one piece
     is worked on, those that followed it in the last step are brought as far as the room goes, and at the end of a step those
-    that the next one begins with: they arrive during the next forward pass. Where a step goes another way, what was brought
-    for nothing is dropped, and what is asked for comes late.
+    that the next one begins with: they arrive during the next forward pass. From :meth:`approach` on there is the room of a
+    step, until it ends or :meth:`settle` is called. Where a step goes another way, what was brought for nothing is dropped,
+    and what is asked for comes late.
 
     What is brought ahead of a step is a copy of what somebody may write to before it. So it is used only where the tensors
     at home are the same and were not written to since (``Tensor._version``); :meth:`settle` is for writes that nobody
@@ -253,6 +274,7 @@ class StateOffload:
             what comes next is given their memory.
         peak_bytes: the most that there were; at most the room, where pieces are borrowed one at a time.
         left_bytes: the most that a step left there; at most :attr:`largest_bytes`.
+        ready_bytes: that were there, or on their way, when the last step began.
         largest_bytes: of one piece.
         moved_bytes: brought to devices so far.
         fetched_ahead, fetched_late: pieces that were on their way when they were asked for, and those that were not.
@@ -260,7 +282,7 @@ class StateOffload:
 
     def __init__(self) -> None:
         self.resident_bytes = self.peak_bytes = self.left_bytes = self.largest_bytes = self.moved_bytes = 0
-        self.fetched_ahead = self.fetched_late = 0
+        self.ready_bytes = self.fetched_ahead = self.fetched_late = 0
         self._channels: dict[torch.device, Channel] = {}
         self._ahead: deque[_Loan] = deque()
         """In the order in which they are expected to be asked for; only the last may be incomplete."""
@@ -269,18 +291,37 @@ class StateOffload:
         self._followed_by: dict[Hashable, _Piece] = {}
         self._start: _Piece | None = None
         self._last: Hashable = None
-        self._stepping = False
+        self._stepping = self._near = False
+        self._lock = threading.RLock()
         self._buckets = room_in_buckets()
 
+    @_one_at_a_time
+    def approach(self) -> None:
+        """When a step is near: brings what the last one began with, as far as a step has room.
+
+        From any thread and with any current stream: copies are made on a stream of this object's own, in memory that no
+        other one has used, and nothing that is being computed is waited for. Where the step does not come, what was brought
+        stays until :meth:`settle` or the next step, which takes it only if it is still what lies at home.
+
+        Raises:
+            torch.OutOfMemoryError: what was brought until then stays, and the rest comes in the step.
+        """
+        if not self._stepping:
+            self._near = True
+            self._bring_ahead()
+
+    @_one_at_a_time
     def begin(self) -> None:
         """At the beginning of a step: brings what the last one began with, as far as there is room."""
+        self.ready_bytes = self.resident_bytes
         for loan in self._borrowed:  # of a step that broke off
             loan.channel.release(None)
             self._drop(loan)
         self._borrowed.clear()
-        self._stepping, self._last = True, None
+        self._stepping, self._near, self._last = True, False, None
         self._bring_ahead()
 
+    @_one_at_a_time
     def borrow(self, key: Hashable, home: Sequence[Tensor], device: torch.device) -> list[Tensor]:
         """Copies on the device, which the current stream may read and write until :meth:`give_back`.
 
@@ -301,14 +342,16 @@ class StateOffload:
             self._bring(loan)
         if loan.parcels:  # on one stream, so that the last one is the last to be there
             loan.channel.await_arrival(loan.parcels[-1].arrived)
-        if self._last is None:
-            self._start = loan.piece
-        else:
-            self._followed_by[self._last] = loan.piece
-        self._last = key
+        if self._stepping:  # else it says nothing of the order in a step
+            if self._last is None:
+                self._start = loan.piece
+            else:
+                self._followed_by[self._last] = loan.piece
+            self._last = key
         self._bring_ahead()
         return [copy for parcel in loan.parcels for copy in parcel.copies]  # who keeps one keeps its memory too
 
+    @_one_at_a_time
     def give_back(self, key: Hashable) -> None:
         """Starts to write the copies of a piece to the host, when the current stream is through with them."""
         loan = next(loan for loan in self._borrowed if loan.piece.key == key)
@@ -329,6 +372,7 @@ class StateOffload:
         finally:
             self.give_back(key)
 
+    @_one_at_a_time
     def finish(self) -> None:
         """At the end of a step: what the next one begins with is all that stays, and no more than one bucket of it.
 
@@ -340,8 +384,10 @@ class StateOffload:
         self._bring_ahead()
         self.left_bytes = max(self.left_bytes, self.resident_bytes)
 
+    @_one_at_a_time
     def settle(self) -> None:
         """Before others read or write what lies on the host: all of it is there, and nothing is on the device."""
+        self._near = False
         self._drop_ahead()
         self._let_go()
         self.synchronize()
@@ -399,7 +445,7 @@ class StateOffload:
     @property
     def _room(self) -> int:
         """Bytes that may be on devices."""
-        return int((self._buckets if self._stepping else 1) * self.largest_bytes)
+        return int((self._buckets if self._stepping or self._near else 1) * self.largest_bytes)
 
     def _make_room(self, nbytes: int) -> bool:
         """Lets go of what leaves, as far as that is needed; whether there is room then."""

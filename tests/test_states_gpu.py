@@ -11,6 +11,7 @@ from test_state_dtypes import OPTIMIZERS, make
 from torch import nn
 
 import hf_emopt
+from hf_emopt.offload import room_in_buckets
 from hf_emopt.rules import moments
 from hf_emopt.rules.moments import packed_like, unpacked, update_packed
 
@@ -41,7 +42,7 @@ def test_offload_changes_no_bit(rule: str, state_dtype: str) -> None:
     held = [(k, v) for s in optimizer.state.values() for k, v in s.items() if k not in ("step", "rounds")]
     assert all(v.device.type == "cpu" and (v.is_pinned() or k.startswith("pending")) for k, v in held)
     assert engine.offload.resident_bytes == 0  # state was asked for
-    assert engine.offload.peak_bytes <= 2 * engine.offload.largest_bytes
+    assert engine.offload.peak_bytes <= room_in_buckets() * engine.offload.largest_bytes
 
 
 def test_codes_are_the_nearest_on_a_gpu_too() -> None:

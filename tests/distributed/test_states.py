@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -120,13 +121,46 @@ def with_and_without(rule: str, layout: str, dtype: str, **options: Any) -> dict
 
 
 @pytest.mark.parametrize(("rule", "layout", "dtype"), offload_cases())
-def test_offload_changes_no_bit_and_keeps_two_pieces_at_most(two: World, rule: str, layout: str, dtype: str) -> None:
+def test_offload_changes_no_bit_and_keeps_to_its_room(two: World, rule: str, layout: str, dtype: str) -> None:
     for result in two.run(with_and_without, rule=rule, layout=layout, dtype=dtype):
         assert result["different"] == []
         assert 0 < result["left"] <= result["left_bytes"] <= result["largest_bytes"]
         assert result["resident_bytes"] == 0  # state was asked for
         assert 0 < result["largest_bytes"] <= result["peak_bytes"] <= room_in_buckets() * result["largest_bytes"]
         assert result["fetched_ahead"] > 0
+
+
+def brought_in_backward(layout: str, rule: str, synchronized: bool) -> list[tuple[int, ...]]:
+    """Bytes on the device before, between and after two backward passes, and when the step begins, of each step."""
+    model = wrap(zoo(), layout)
+    optimizer = build(model, rule, offload_state="cpu")
+    held = []
+    for step in range(5):
+        offload = optimizer._current_engine().offload
+        assert offload is not None
+        held.append([offload.resident_bytes])
+        for last in (False, True):
+            if layout == "ddp":
+                with nullcontext() if last or synchronized else model.no_sync():
+                    backward(model, step)
+            else:
+                model.set_requires_gradient_sync(last or synchronized)
+                backward(model, step)
+            held[-1].append(offload.resident_bytes)
+        optimizer.step()
+        optimizer.zero_grad()
+        held[-1] += [offload.ready_bytes, offload.resident_bytes, offload.largest_bytes]
+    return [tuple(each) for each in held]
+
+
+@pytest.mark.parametrize(("layout", "rule"), [("ddp", "muon"), ("fsdp2", "soap"), ("hsdp", "muon")])
+@pytest.mark.parametrize("synchronized", [False, True], ids=["no sync", "sync"])
+def test_the_last_backward_pass_brings_state(two: World, layout: str, rule: str, synchronized: bool) -> None:
+    """Under FSDP2 the hook is called when gradients have been scattered, which passes without synchronization do not."""
+    for steps in two.run(brought_in_backward, layout=layout, rule=rule, synchronized=synchronized):
+        for before, between, after, ready, left, bucket in steps[2:]:
+            assert 0 < before == between == left <= bucket
+            assert before < after == ready <= room_in_buckets() * bucket
 
 
 @NO_LIBRARY
