@@ -1,6 +1,9 @@
 """Milliseconds of a training step and of its optimizer, on any number of GPUs, beside AdamW and the peers installed.
 
-    torchrun --nproc-per-node 2 benchmarks/step_time.py --layout fsdp2 --optimizers none adamw muon soap --json out.json
+    torchrun --nproc-per-node 2 benchmarks/step_time.py --layout fsdp2 ddp --optimizers none adamw muon soap --json out.json
+
+Several layouts are measured one after another. Each has a file of its own (``out_fsdp2.json``, ``out_ddp.json``), written
+after every optimizer: a run that is cut short keeps what it has.
 
 What is measured, and how, is said in ``hf_emopt/bench/step.py``; ``hf-emopt bench step`` is the same for a model of one's
 own, without the peers and with alternatives. Layouts: DDP, FSDP2, HSDP (``--replicas 2`` on 4 GPUs is 2x2, on 8 2x4), FSDP2
@@ -19,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_emopt.bench.step import Maker, Settings, Unavailable, measure_all, process_group
+from hf_emopt.bench.step import Maker, Row, Settings, Unavailable, attempt, process_group
 from hf_emopt.bench.step_models import LAYOUTS, MODELS
 from hf_emopt.bench.step_optimizers import DECAY, LR, MATRIX_OPTIMIZERS, OPTIMIZERS, Several, adamw, by_mesh, split
 from hf_emopt.bench.step_report import about, plot, save, table
@@ -100,7 +103,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = ["none", *OPTIMIZERS, *PEERS]
     parser.add_argument("--model", default="llama-1.1b", help=f"{', '.join(MODELS)}, or a configuration")
-    parser.add_argument("--layout", choices=LAYOUTS, default="fsdp2")
+    parser.add_argument("--layout", nargs="+", choices=LAYOUTS, default=["fsdp2"])
     parser.add_argument("--replicas", type=int, default=2, help="of the layout hsdp")
     parser.add_argument("--tp-size", type=int, default=2, help="ranks that share a matrix under fsdp2+tp")
     parser.add_argument("--optimizers", nargs="+", default=["none", "adamw", "muon"], choices=names, metavar="NAME",
@@ -116,25 +119,43 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def named(path: Path | None, layout: str, several: bool) -> Path | None:
+    """The file of a layout, where several share a name."""
+    return path.with_stem(f"{path.stem}_{layout.replace('+', '_')}") if path is not None and several else path
+
+
+def measure_layout(settings: Settings, options: argparse.Namespace, device: torch.device) -> list[Row]:
+    """Rows of all optimizers under one layout, printed and kept."""
+    makers = {**OPTIMIZERS, **{name: peer(name) for name in PEERS}}
+    several, world = len(options.layout) > 1, dist.get_world_size()
+    facts = {**about(settings, world), "optimizers": options.optimizers}
+    rows: list[Row] = []
+    for name in options.optimizers:
+        rows.append(attempt(name, makers.get(name), settings, device))
+        path = named(options.json, settings.layout, several)
+        if dist.get_rank() == 0 and path is not None:
+            table(rows)  # adds what follows from several rows
+            save(path, facts, rows)
+    if dist.get_rank() == 0:
+        print(f"{settings.model}, {settings.layout}, {world} ranks, {settings.tokens} tokens a rank")
+        print(table(rows), flush=True)
+        path = named(options.plot, settings.layout, several)
+        if path is not None:
+            plot(path, facts, rows)
+    return rows
+
+
 def main() -> int:
     options = arguments()
     ours: dict[str, Any] = {} if options.transport is None else {"transport_dtype": options.transport}
-    settings = Settings(
-        options.model, options.layout, options.tokens, options.length, options.steps, options.warmup, options.replicas,
-        options.tp_size, ours, profile=options.profile,
-    )  # fmt: skip
-    makers = {**OPTIMIZERS, **{name: peer(name) for name in PEERS}}
+    rows: list[Row] = []
     with process_group() as device:
-        rows = measure_all(options.optimizers, makers, settings, device)
-        if dist.get_rank() == 0:
-            world = dist.get_world_size()
-            print(f"{options.model}, {options.layout}, {world} ranks, {options.tokens} tokens a rank")
-            print(table(rows))
-            facts = {**about(settings, world), "optimizers": options.optimizers}
-            if options.json is not None:
-                save(options.json, facts, rows)
-            if options.plot is not None:
-                plot(options.plot, facts, rows)
+        for layout in options.layout:
+            settings = Settings(
+                options.model, layout, options.tokens, options.length, options.steps, options.warmup, options.replicas,
+                options.tp_size, ours, profile=options.profile,
+            )  # fmt: skip
+            rows += measure_layout(settings, options, device)
     failed = [r["optimizer_name"] for r in rows if "error" in r and r["optimizer_name"] in MATRIX_OPTIMIZERS]
     return 1 if failed else 0
 

@@ -95,6 +95,7 @@ class Engine:
         self._exchanges: dict[tuple[Any, ...], Exchange] = {}
         self._channels: dict[torch.device, Channel] = {}
         self._kept: dict[tuple[Any, ...], Any] = {}
+        self._local_states: dict[int, tuple[tuple[Any, ...], State]] = {}
         self._batches: dict[int, tuple[Batch, ...]] = {}
         self._teams: dict[tuple[int, ...], Any] = {}
         self._slots: dict[Matrix, tuple[int, ...]] = {}
@@ -369,6 +370,20 @@ class Engine:
         if "step" in state:
             return state
         return self.ready_state(param, self.groups[bucket.group], self.owned_of(bucket, i))
+
+    def local_state(self, bucket: Bucket, i: int) -> State:
+        """:meth:`state_of` as this rank holds it, without that of whole matrices; the same object while it is the same."""
+        state = self.state_of(bucket, i)
+        entries = tuple(state.values())
+        known = self._local_states.get(id(state))
+        if known is not None and tuple(map(id, known[0])) == tuple(map(id, entries)):
+            return known[1]
+        local = {key: local_tensor(value) for key, value in state.items() if "." not in key}
+        self._local_states[id(state)] = (
+            entries,
+            local,
+        )  # the entries are kept, so that no other tensor gets their identity
+        return local
 
     def owned_of(self, bucket: Bucket, i: int) -> list[Segment] | None:
         """This rank's segments of a parameter whose state lies with owners; ``None`` where it lies as the parameter does."""

@@ -445,10 +445,13 @@ class MatrixOptimizer(torch.optim.Optimizer):
         by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
         for group in self.param_groups:
             for name, param in zip(group["param_names"], group["params"]):
-                if param.grad is not None and param.grad.is_sparse:
+                grad = param.grad
+                if grad is None:
+                    continue
+                grad = local_tensor(grad)
+                if grad.is_sparse:
                     raise RuntimeError(f"{name} has a sparse gradient; use an embedding with sparse=False")
-                grad = None if param.grad is None else local_tensor(param.grad)
-                if grad is not None and grad.numel():
+                if grad.numel():
                     by_device[grad.device].append(grad)
         if not self.skip_nonfinite or (self._flattened is not None and self._flattened.checked):
             return {}

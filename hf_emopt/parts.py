@@ -35,8 +35,7 @@ AUX_PIECES = 2**16
 
 def home_states(engine: Engine, bucket: Bucket, which: Sequence[int]) -> dict[int, State]:
     """This rank's state of some of a bucket's parameters as it is kept, without that of whole matrices."""
-    states = {i: engine.state_of(bucket, i) for i in which}
-    return {i: {key: local_tensor(value) for key, value in s.items() if "." not in key} for i, s in states.items()}
+    return {i: engine.local_state(bucket, i) for i in which}
 
 
 @contextmanager

@@ -107,6 +107,23 @@ class Exchange:
         if any(segment.gives is not None for segment in segments):
             self._narrow(segments, storages, row)
         self._runs: dict[Stage, Runs | None] = {}
+        mine = grid.replica
+        self._sizes = {
+            "sent": _splits(self.pieces("sent")),
+            "received": _splits(self._asked),
+            "given": _splits(self._given),
+            "returned": _splits(self._returned[mine]),
+            "held": _splits(self._held[mine]),
+        }
+        """Elements by rank of what is sent and received."""
+        self._shares = [sum(_splits(pieces)) for pieces in self._returned]
+        self._room = {stage: self._size(stage) for stage in ("sent", "received", "given", "taken")}
+
+    def _size(self, stage: Stage) -> int:
+        """Elements of a stage's buffer."""
+        if stage == "given" and not self.returns:  # then it is the part of the copies that this rank makes
+            return sum(p.numel for p in self._returned[self.grid.replica][self.grid.shard])
+        return sum(_splits(self.pieces(stage)))
 
     def _narrow(self, segments: Sequence[Segment], storages: Sequence[Storage], row: dict[int, int]) -> None:
         """Pieces on the way back, where owners pass on a part of what they have transformed."""
@@ -161,10 +178,7 @@ class Exchange:
 
     def room(self, stage: Stage) -> Tensor:
         """An empty buffer of a stage."""
-        stays = stage == "given" and not self.returns  # then it is the part of the copies that this rank makes
-        pieces = [self._returned[self.grid.replica][self.grid.shard]] if stays else self.pieces(stage)
-        size = sum(_splits(pieces))
-        return torch.empty(size, dtype=self.dtype, device=self.device)
+        return torch.empty(self._room[stage], dtype=self.dtype, device=self.device)
 
     # ------------------------------------------------------------------ shards to owners
 
@@ -178,12 +192,12 @@ class Exchange:
 
     def send_packed(self, buffer: Tensor) -> Arrival:
         """As :meth:`send`, of a buffer that is filled already."""
-        sizes = _splits(self._asked)
+        sizes = self._sizes["received"]
         if self._to_all:
             everything = torch.empty(sum(sizes), dtype=self.dtype, device=self.device)
             ranks = self.grid.ranks[self.grid.replica]
             return Arrival(everything, _all_gather(everything, sizes, buffer, self.grid.shard_group, ranks), (buffer,))
-        return self._all_to_all(buffer, _splits(self._held[self.grid.replica]), sizes)
+        return self._all_to_all(buffer, self._sizes["held"], sizes)
 
     def receive(self, arrival: Arrival, targets: Sequence[Tensor]) -> None:
         """Waits for :meth:`send` and fills a tensor for each owned segment."""
@@ -200,14 +214,14 @@ class Exchange:
         buffer = self._packed("given", outputs, scales)
         if not self.returns:
             return Arrival(buffer)
-        return self._all_to_all(buffer, _splits(self._given), _splits(self._returned[self.grid.replica]))
+        return self._all_to_all(buffer, self._sizes["given"], self._sizes["returned"])
 
     def share(self, arrival: Arrival) -> Arrival:
         """Starts to copy what this replica has to the others, and theirs here."""
         if self.grid.replicas == 1:
             return arrival
         mine = arrival.wait()
-        sizes = [sum(_splits(pieces)) for pieces in self._returned]
+        sizes = self._shares
         everything = torch.empty(sum(sizes), dtype=self.dtype, device=self.device)
         ranks = [row[self.grid.shard] for row in self.grid.ranks]
         return Arrival(everything, _all_gather(everything, sizes, mine, self.grid.replica_group, ranks), (mine,))

@@ -21,6 +21,7 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -258,90 +259,124 @@ def iterate(
         x: ``(m, n)`` or ``(B, m, n)``, any floating dtype.
         dtype: of products and result.
     """
-    flat = [number for step in steps for number in step]
-    places = None if restarts is None else list(restarts)
     if not _is_plain(x):
+        flat = [number for step in steps for number in step]
+        places = None if restarts is None else list(restarts)
         return torch.ops.hf_emopt.newton_schulz(x, flat, places, safety_factor, dtype, backend)
-    return _iterate(x, flat, places, safety_factor, dtype, backend)
+    return _iterate(x, tuple(steps), None if restarts is None else tuple(restarts), safety_factor, dtype, backend)
 
 
 def _iterate(
     x: Tensor,
-    coefficients: list[float],
-    restarts: list[int] | None,
+    steps: tuple[Triple, ...],
+    restarts: tuple[int, ...] | None,
     safety_factor: float,
     dtype: torch.dtype,
     backend: Backend,
 ) -> Tensor:
+    form = _form_of(
+        x.shape, x.stride(), x.dtype, x.device, steps, restarts, safety_factor, dtype, backend, kernels_pay(x.device),
+        variants.chosen(),
+    )  # fmt: skip
     with on(x.device):
-        return _iterate_there(x, coefficients, restarts, safety_factor, dtype, backend)
+        return _iterate_there(x, form)
 
 
-def _iterate_there(
-    x: Tensor,
-    coefficients: list[float],
-    restarts: list[int] | None,
+# Up to here a copy of the input costs a GPU less than two launches of the normalization cost a host: both become part of
+# the graph.
+_COPIED_ELEMENTS = 2**23
+# Fewer matrices leave most of a device idle when each has one program.
+_SMALL_BATCH = 16
+
+
+@dataclass(frozen=True, eq=False)
+class _Form:
+    """How inputs of one shape, layout and dtype are orthogonalized. Worked out once: a host has no time for it in every
+    step. What it works out to is its identity, by which graphs are found again.
+
+    Attributes:
+        factor: of the normalization, see :func:`start_factor`.
+        likes: what is normalized into, without memory, and a correction for each matrix where the norm is estimated first.
+        copy: where a graph begins with a copy of the input, what is copied into, without memory.
+        one_program: each matrix has one program of one launch.
+    """
+
+    steps: tuple[Triple, ...]
+    restarts: tuple[int, ...] | None
+    safety_factor: float
+    backend: Backend
+    factor: float
+    batch: int
+    tall: bool
+    likes: tuple[Tensor, ...]
+    copy: Tensor | None
+    one_program: bool
+
+    def work(self, y: Tensor, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """All between the normalization and the last product."""
+        if self.restarts is None:
+            return standard_iterate(y, self.steps, self.tall, self.backend, correction)
+        return gram_iterate(y, self.steps, self.restarts, self.tall, self.backend, correction)
+
+    def started(self, x: Tensor) -> list[Tensor]:
+        """``x`` normalized, and its corrections where there are any."""
+        outs = [torch.empty_like(like, device=x.device) for like in self.likes]
+        _start(x, self.factor, self.backend, *outs)
+        return outs
+
+
+@functools.lru_cache(maxsize=1024)
+def _form_of(
+    shape: torch.Size,
+    strides: tuple[int, ...],
+    given: torch.dtype,
+    device: torch.device,
+    steps: tuple[Triple, ...],
+    restarts: tuple[int, ...] | None,
     safety_factor: float,
     dtype: torch.dtype,
     backend: Backend,
-) -> Tensor:
-    steps = [(a, b, c) for a, b, c in zip(coefficients[::3], coefficients[1::3], coefficients[2::3])]
-    tall = x.shape[-2] > x.shape[-1]
-    factor = start_factor(dtype, safety_factor)
+    pays: bool,
+    chosen: frozenset[str],
+) -> _Form:
+    """The form of an input with these ``shape``, ``strides`` and dtype, where kernels pay or not and some variants are on."""
+    like = torch.empty_strided(shape, strides, dtype=given, device="meta")
+    batch = shape[0] if len(shape) == 3 else 1
+    kernels = pays and backend != "torch"
+    narrow = given in (torch.float32, torch.bfloat16, torch.float16)
+    one_program = kernels and narrow and min(shape[-2:]) <= 64 and batch >= _SMALL_BATCH
+    estimates = kernels and narrow and "estimate" in chosen and bool(steps) and steps[0][2] != 0.0
+    likes = [_dense(like, dtype)]
+    if estimates and dtype in (torch.bfloat16, torch.float16):
+        likes.append(torch.empty(batch, dtype=torch.float32, device="meta"))
+    return _Form(
+        steps, restarts, safety_factor, backend, start_factor(dtype, safety_factor), batch, shape[-2] > shape[-1],
+        tuple(likes), _dense(like, given) if like.numel() <= _COPIED_ELEMENTS else None,
+        one_program and restarts is not None and dtype == torch.float16,
+    )  # fmt: skip
 
-    def work(y: Tensor, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        if restarts is None:
-            return standard_iterate(y, steps, tall, backend, correction)
-        return gram_iterate(y, steps, restarts, tall, backend, correction)
 
-    batch = x.shape[0] if x.ndim == 3 else 1
-    if restarts is not None and dtype == torch.float16 and _fits_one_program(x, batch, backend):
+def _iterate_there(x: Tensor, form: _Form) -> Tensor:
+    if form.one_program:
         from hf_emopt.linalg.triton.small_launch import small_gram_newton_schulz
 
-        out = torch.empty_like(_dense(x, dtype), device=x.device)
+        assert form.restarts is not None
+        out = torch.empty_like(form.likes[0], device=x.device)
         batched = (x, out) if x.ndim == 3 else (x[None], out[None])
-        small_gram_newton_schulz(batched[0], coefficients, restarts, safety_factor, batched[1])
+        flat = [number for step in form.steps for number in step]
+        small_gram_newton_schulz(batched[0], flat, list(form.restarts), form.safety_factor, batched[1])
         return out
-    likes = [_dense(x, dtype)]
-    if _estimates(x, steps, dtype, backend):
-        likes.append(torch.empty(batch, dtype=torch.float32, device="meta"))
-
-    def fill(*outs: Tensor) -> None:
-        _start(x, factor, backend, *outs)
-
-    if cuda_graphs.usable(batch, min(x.shape[-2:]), max(x.shape[-2:]), x.device):
-        whole = x.numel() <= _COPIED_ELEMENTS
-        places = None if restarts is None else tuple(restarts)
-        kind = (
-            x.dtype if whole else dtype,
-            likes[0].stride(),
-            dtype,
-            backend,
-            kernels_pay(x.device),
-            variants.chosen(),
+    if not cuda_graphs.usable(form.batch, min(x.shape[-2:]), max(x.shape[-2:]), x.device):
+        polynomial, y = form.work(*form.started(x))
+    elif form.copy is not None:
+        polynomial, y = cuda_graphs.recorded(
+            form, [form.copy], x.device, lambda copy: copy.copy_(x), lambda copy: form.work(*form.started(copy))
         )
-        key = (tuple(x.shape), *kind, tuple(coefficients), places, safety_factor)
-        if whole:
-            polynomial, y = cuda_graphs.recorded(
-                key,
-                [_dense(x, x.dtype)],
-                x.device,
-                lambda copy: copy.copy_(x),
-                lambda copy: work(*_started(copy, factor, backend, likes)),
-            )
-        else:
-            polynomial, y = cuda_graphs.recorded(key, likes, x.device, fill, work)
     else:
-        polynomial, y = work(*_started(x, factor, backend, likes))
-    return _apply(polynomial, y, tall, 1.0 / _scales(y.dtype)[0])
-
-
-def _estimates(x: Tensor, steps: Sequence[Triple], dtype: torch.dtype, backend: Backend) -> bool:
-    """Whether the matrix is normalized by an estimate, and the rest by the first products."""
-    if not variants.enabled("estimate") or backend == "torch" or not kernels_pay(x.device) or not steps:
-        return False
-    known = x.dtype in (torch.float32, torch.bfloat16, torch.float16) and dtype in (torch.bfloat16, torch.float16)
-    return known and steps[0][2] != 0.0
+        polynomial, y = cuda_graphs.recorded(
+            form, form.likes, x.device, lambda *outs: _start(x, form.factor, form.backend, *outs), form.work
+        )
+    return _apply(polynomial, y, form.tall, 1.0 / _scales(y.dtype)[0])
 
 
 def _start(x: Tensor, factor: float, backend: Backend, out: Tensor, correction: Tensor | None = None) -> None:
@@ -355,28 +390,6 @@ def _start(x: Tensor, factor: float, backend: Backend, out: Tensor, correction: 
         x, out = x.mT, out.mT
     x = x.contiguous()
     estimated_cast(*((x, factor, out) if x.ndim == 3 else (x[None], factor, out[None])), correction)
-
-
-def _started(x: Tensor, factor: float, backend: Backend, likes: Sequence[Tensor]) -> list[Tensor]:
-    outs = [torch.empty_like(like, device=x.device) for like in likes]
-    _start(x, factor, backend, *outs)
-    return outs
-
-
-# Up to here a copy of the input costs a GPU less than two launches of the normalization cost a host: both become part of
-# the graph.
-_COPIED_ELEMENTS = 2**23
-
-
-# Fewer matrices leave most of a device idle when each has one program.
-_SMALL_BATCH = 16
-
-
-def _fits_one_program(x: Tensor, batch: int, backend: Backend) -> bool:
-    small = (
-        min(x.shape[-2:]) <= 64 and batch >= _SMALL_BATCH and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
-    )
-    return small and backend != "torch" and kernels_pay(x.device)
 
 
 def _dense(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -395,7 +408,8 @@ def _iterate_op(
     dtype: torch.dtype,
     backend: str,
 ) -> Tensor:
-    return _iterate(x, coefficients, restarts, safety_factor, dtype, backend)  # type: ignore[arg-type]
+    steps = tuple(zip(coefficients[::3], coefficients[1::3], coefficients[2::3], strict=True))
+    return _iterate(x, steps, None if restarts is None else tuple(restarts), safety_factor, dtype, backend)  # type: ignore[arg-type]
 
 
 @_iterate_op.register_fake

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,7 +24,7 @@ __all__ = ["Runs", "all_finite", "contiguous_run", "fits", "runs_work", "whole_t
 Index = tuple[slice, ...]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_KEPT_TABLES = 8
+_KEPT_TABLES = 16
 
 
 def runs_work(device: torch.device) -> bool:
@@ -72,7 +72,7 @@ class Runs:
         table = table[:, table[4] > 0]
         self.left, self.left_offset, self.right, self.right_offset, self.numel = table
         self._chunks: dict[tuple[torch.device, int], _Chunks] = {}
-        self._tables: OrderedDict[tuple[torch.device, bytes], Tensor] = OrderedDict()
+        self._tables: OrderedDict[Hashable, Prepared] = OrderedDict()
         self._scales: dict[tuple[torch.device, tuple[float, ...]], Tensor] = {}
         self._even = bool((self.numel % 16 == 0).all())
 
@@ -101,16 +101,19 @@ class Runs:
             return
         from hf_emopt.linalg.triton.run_launch import launch_momentum
 
-        addresses = [self._on_left(grads), self._on_left(buffers), self._on_right(outs)]
-        launch_momentum(self._prepared(addresses, outs[0].device), grads, buffers, outs, momentum, nesterov, ok)
+        prepared = self._prepared((grads, buffers), (outs,), outs[0].device)
+        launch_momentum(prepared, grads, buffers, outs, momentum, nesterov, ok)
 
     def to_right(self, left: Sequence[Tensor], right: Sequence[Tensor], scales: Sequence[float] | None = None) -> None:
         """Copies with a cast, times one float32 scale for each left tensor if given."""
-        self._copy(left, right, self._on_left(left), self._on_right(right), scales, self.left)
+        if len(self):
+            self._copy(self._prepared((left,), (right,), right[0].device), left, right, scales, self.left)
 
     def to_left(self, right: Sequence[Tensor], left: Sequence[Tensor], scales: Sequence[float] | None = None) -> None:
         """Copies with a cast, times one float32 scale for each right tensor if given."""
-        self._copy(right, left, self._on_right(right), self._on_left(left), scales, self.right)
+        if len(self):
+            prepared = self._prepared((left,), (right,), left[0].device, right_first=True)
+            self._copy(prepared, right, left, scales, self.right)
 
     def apply(
         self,
@@ -138,58 +141,66 @@ class Runs:
         from hf_emopt.linalg.triton.run_launch import launch_apply
 
         device = weights[0].device
-        prepared = self._prepared([self._on_left(weights), self._on_right(updates)], device)
+        prepared = self._prepared((weights,), (updates,), device)
         factors = None if scales is None else self._scale_table(scales, self.right, device)
         decay = 0 if shrink == 0.0 else 3 if cautious else 2 if after else 1
         launch_apply(prepared, weights, updates, factors, lr, shrink, decay, ok)
 
     def _copy(
         self,
+        prepared: Prepared,
         source: Sequence[Tensor],
         target: Sequence[Tensor],
-        read: np.ndarray,
-        written: np.ndarray,
         scales: Sequence[float] | None,
         which: np.ndarray,
     ) -> None:
-        if not len(self):
-            return
         from hf_emopt.linalg.triton.run_launch import launch_copy
 
-        device = target[0].device
-        factors = None if scales is None else self._scale_table(scales, which, device)
-        launch_copy(self._prepared([read, written], device), source, target, factors)
+        factors = None if scales is None else self._scale_table(scales, which, target[0].device)
+        launch_copy(prepared, source, target, factors)
 
     # ------------------------------------------------------------------ tables
 
-    def _on_left(self, tensors: Sequence[Tensor]) -> np.ndarray:
-        return _addresses(tensors, self.left, self.left_offset)
+    def _prepared(
+        self,
+        left: Sequence[Sequence[Tensor]],
+        right: Sequence[Sequence[Tensor]],
+        device: torch.device,
+        right_first: bool = False,
+    ) -> Prepared:
+        """What a launch over lists of tensors takes, addresses of the left ones first, or of the right ones.
 
-    def _on_right(self, tensors: Sequence[Tensor]) -> np.ndarray:
-        return _addresses(tensors, self.right, self.right_offset)
-
-    def _prepared(self, addresses: list[np.ndarray], device: torch.device) -> Prepared:
-        chunks = self._chunks_on(device)
-        table = np.zeros(
-            (len(addresses), len(self) + len(self) % 2), dtype=np.int64
-        )  # rows begin at multiples of 16 bytes
-        for row, values in zip(table, addresses):
-            row[: len(values)] = values
-        aligned = self._even and not (table & 15).any()
-        return Prepared(
-            chunks.run_of, chunks.start_of, chunks.numel_of, chunks.count, self._uploaded(table, device), aligned
-        )
-
-    def _uploaded(self, table: np.ndarray, device: torch.device) -> Tensor:
-        """The table on the device; most steps find their tensors where the last one did, and nothing is sent."""
-        key = (device, table.tobytes())
-        if key not in self._tables:
-            host = torch.from_numpy(table)
-            self._tables[key] = host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+        Most steps find their tensors where the last ones did: then nothing is worked out and nothing is sent.
+        """
+        key = (device, self.BLOCK, right_first, *map(_pointers, left), *map(_pointers, right))
+        known = self._tables.get(key)
+        if known is None:
+            known = self._tables[key] = self._make(left, right, device, right_first)
             while len(self._tables) > _KEPT_TABLES:
                 self._tables.popitem(last=False)
         self._tables.move_to_end(key)
-        return self._tables[key]
+        return known
+
+    def _make(
+        self,
+        left: Sequence[Sequence[Tensor]],
+        right: Sequence[Sequence[Tensor]],
+        device: torch.device,
+        right_first: bool,
+    ) -> Prepared:
+        rows = [_addresses(tensors, self.left, self.left_offset) for tensors in left]
+        others = [_addresses(tensors, self.right, self.right_offset) for tensors in right]
+        rows = [*others, *rows] if right_first else [*rows, *others]
+        # Rows begin at multiples of 16 bytes.
+        table = np.zeros((len(rows), len(self) + len(self) % 2), dtype=np.int64)
+        table[:, : len(self)] = rows
+        host = torch.from_numpy(table)
+        sent = host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+        chunks = self._chunks_on(device)
+        aligned = self._even and not (table & 15).any()
+        return Prepared(
+            chunks.run_of, chunks.start_of, chunks.numel_of, chunks.count, tuple(sent.unbind(0)), bool(aligned)
+        )
 
     def _chunks_on(self, device: torch.device) -> _Chunks:
         key = (device, self.BLOCK)
@@ -217,21 +228,31 @@ class Prepared:
     start_of: Tensor
     numel_of: Tensor
     count: int
-    addresses: Tensor
+    addresses: tuple[Tensor, ...]
     aligned: bool
+
+
+def _pointers(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """Where tensors of one dtype lie, and how wide their elements are."""
+    return (tensors[0].element_size() if tensors else 0, *[t.data_ptr() for t in tensors])
 
 
 def _addresses(tensors: Sequence[Tensor], which: np.ndarray, offsets: np.ndarray) -> np.ndarray:
     if not tensors:
         return np.zeros(0, dtype=np.int64)
-    starts = np.fromiter((t.data_ptr() for t in tensors), dtype=np.int64, count=len(tensors))
+    starts = np.array([t.data_ptr() for t in tensors], dtype=np.int64)
     return starts[which] + offsets * tensors[0].element_size()  # type: ignore[no-any-return]
 
 
 def fits(tensors: Sequence[Tensor], device: torch.device) -> bool:
     """Whether a list of tensors can take part: contiguous, of one dtype that kernels know, on the device."""
-    dtype = tensors[0].dtype if tensors else torch.float32
-    return dtype in _DTYPES and all(t.dtype == dtype and t.is_contiguous() and t.device == device for t in tensors)
+    if not tensors:
+        return True
+    dtype, first = tensors[0].dtype, tensors[0].device
+    if dtype not in _DTYPES or first != device:
+        return False
+    number = tensors[0].get_device()  # compares faster than devices do, and every tensor of a step comes by here
+    return all(t.dtype is dtype and t.get_device() == number and t.is_contiguous() for t in tensors)
 
 
 @functools.lru_cache(maxsize=64)
@@ -247,5 +268,5 @@ def all_finite(tensors: Sequence[Tensor]) -> Tensor:
     runs = whole_tensors(tuple(t.numel() for t in tensors))
     flag = torch.ones((), dtype=torch.int32, device=tensors[0].device)
     if len(runs):
-        launch_finite(runs._prepared([runs._on_left(tensors)], tensors[0].device), tensors, flag)
+        launch_finite(runs._prepared((tensors,), (), tensors[0].device), tensors, flag)
     return flag.bool()

@@ -10,6 +10,7 @@ rounding points: float32 sums, one rounding at the end, the lower triangle mirro
 
 from __future__ import annotations
 
+import functools
 from typing import Literal, TypeAlias
 
 import torch
@@ -62,9 +63,14 @@ def add_product(a: float, b: Tensor, x: Tensor) -> Tensor:
 
 def kernels_pay(device: torch.device) -> bool:
     """Whether kernels can run on the device and a measured table says where they are faster there."""
-    if not runtime.supported(device):
+    return _pay(device, runtime.supported(device), runtime.interpreting(), configs.chosen_table())
+
+
+@functools.cache
+def _pay(device: torch.device, supported: bool, interpreting: bool, table: str) -> bool:
+    if not supported:
         return False
-    if runtime.interpreting():
+    if interpreting:
         return device.type == "cpu"
     capability = runtime.architecture(device)
     return capability is not None and configs.measured(capability)

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["CANDIDATES", "Config", "Entry", "choose", "load_table", "measured", "table_path"]
+__all__ = ["CANDIDATES", "Config", "Entry", "choose", "chosen_table", "load_table", "measured", "table_path"]
 
 TABLE_VARIABLE = "HF_EMOPT_KERNEL_TABLE"
 
@@ -100,9 +100,15 @@ def family(architecture: int) -> int:
     return 80 if architecture < 90 else 90 if architecture < 100 else 100
 
 
+def chosen_table() -> str:
+    """Another table than the shipped ones, from the environment; empty for none. Read at every call, so that a
+    measurement can change it."""
+    return os.environ.get(TABLE_VARIABLE, "")
+
+
 def table_path(architecture: int) -> Path:
     """The table in use for an architecture; it need not exist."""
-    chosen = os.environ.get(TABLE_VARIABLE)
+    chosen = chosen_table()
     return Path(chosen) if chosen else Path(__file__).parent / "tables" / f"sm_{family(architecture)}.json"
 
 

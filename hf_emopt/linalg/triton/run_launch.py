@@ -24,11 +24,11 @@ _OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
 
 
 def _launch(kernel: Any, prepared: Prepared, arguments: tuple[Any, ...], constants: tuple[Any, ...]) -> None:
-    rows = tuple(prepared.addresses.unbind(0))
     tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
     key = (kernel.__name__, *constants, prepared.aligned, prepared.run_of.device, specialization(tensors, ()))
-    every = (prepared.run_of, prepared.start_of, prepared.numel_of, *rows, *arguments, *constants, prepared.aligned)
-    launch(kernel, key, prepared.count, (*every, Runs.BLOCK), _OPTIONS, prepared.run_of.device)
+    tables = (prepared.run_of, prepared.start_of, prepared.numel_of, *prepared.addresses)
+    every = (*tables, *arguments, *constants, prepared.aligned, Runs.BLOCK)
+    launch(kernel, key, prepared.count, every, _OPTIONS, prepared.run_of.device)
 
 
 def _flag(ok: Tensor | None, otherwise: Tensor) -> Tensor:
