@@ -1,6 +1,8 @@
-"""Weights of every rule under DDP, FSDP2 and HSDP against one process, on the GPUs at hand.
+"""Weights of every rule under DDP, FSDP2, HSDP and FSDP2 over tensor parallelism against one process, on the GPUs at hand.
 
     torchrun --nproc-per-node 2 benchmarks/parity.py --json parity.json
+
+HSDP has two replicas; tensor parallelism, over pairs of ranks, is left out where there are fewer than four.
 
 Each rank also steps a whole copy of the model alone (``process_group="self"``), with the gradients that the distributed
 model has, brought together. What differs after the steps is the optimizer's doing. With float32 on the wire and in the
@@ -29,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import hf_emopt
+from hf_emopt.bench.step_models import slice_matrices
 
 EXACT_NS = {"ns_dtype": "float32", "transport_dtype": "float32"}
 EXACT = {"precondition_frequency": 2, "transport_dtype": "float32"}
@@ -43,14 +46,15 @@ STEPS = 5
 
 
 def build(kind: str, device: torch.device) -> nn.Module:
-    """Odd sizes, grouped heads, a fused transposed projection."""
+    """Odd sizes, grouped heads, a fused transposed projection; ``llama-even`` can be cut in two."""
     torch.manual_seed(0)
     model: Any
-    if kind == "llama":
+    odd = int(kind != "llama-even")
+    if kind.startswith("llama"):
         model = LlamaForCausalLM(
             LlamaConfig(
-                vocab_size=211, hidden_size=168, intermediate_size=333, num_hidden_layers=3, num_attention_heads=6,
-                num_key_value_heads=2, max_position_embeddings=64,
+                vocab_size=212 - odd, hidden_size=168, intermediate_size=332 + odd, num_hidden_layers=3,
+                num_attention_heads=6, num_key_value_heads=2, max_position_embeddings=64,
             )
         )  # fmt: skip
     else:
@@ -63,9 +67,15 @@ def wrap(model: nn.Module, layout: str, device: torch.device) -> nn.Module:
     world = dist.get_world_size()
     if layout == "ddp":
         return DistributedDataParallel(model)
-    replicas = {"fsdp2": 1, "hsdp": 2}[layout]
-    shape, names = ((world,), ("shard",)) if replicas == 1 else ((replicas, world // replicas), ("replicate", "shard"))
+    shape, names = {
+        "fsdp2": ((world,), ("shard",)),
+        "hsdp": ((2, world // 2), ("replicate", "shard")),
+        "fsdp2+tp": ((world // 2, 2), ("shard", "tensor")),
+    }[layout]
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+    if layout == "fsdp2+tp":
+        slice_matrices(model, mesh["tensor"])
+        mesh = mesh["shard"]
     blocks = model.model.layers if hasattr(model, "model") else model.transformer.h  # type: ignore[union-attr]
     for block in blocks:  # type: ignore[union-attr]
         fully_shard(block, mesh=mesh)
@@ -86,7 +96,8 @@ def case(kind: str, layout: str, rule: str, exact: bool, device: torch.device) -
     wrapped = wrap(model, layout, device)
     alone = cls(reference, process_group="self", **options)
     optimizer = cls(model, **options)
-    generator = torch.Generator(device).manual_seed(dist.get_rank())
+    seed = dist.get_rank() // (2 if layout == "fsdp2+tp" else 1)  # ranks that share a matrix see the same tokens
+    generator = torch.Generator(device).manual_seed(seed)
     for _ in range(STEPS):
         ids = torch.randint(0, 211, (4, 33), device=device, generator=generator)
         wrapped(input_ids=ids, labels=ids).loss.backward()
@@ -117,7 +128,7 @@ def case(kind: str, layout: str, rule: str, exact: bool, device: torch.device) -
 
 
 def _equal_among_replicas(value: Tensor, layout: str, model: nn.Module) -> bool | None:
-    if layout == "fsdp2":
+    if layout in ("fsdp2", "fsdp2+tp"):
         return None
     group: Any = dist.group.WORLD
     if layout == "hsdp":
@@ -139,9 +150,10 @@ def main() -> None:
     dist.init_process_group("nccl" if cuda else "gloo")
     rows, bad = [], 0
     for exact in (True, False):
-        for layout in ("ddp", "fsdp2", "hsdp"):
+        for layout in ("ddp", "fsdp2", "hsdp", *(("fsdp2+tp",) if dist.get_world_size() >= 4 else ())):
             for rule in options.rules:
-                row = case("gpt2" if rule == "normuon" else "llama", layout, rule, exact, device)
+                kind = "llama-even" if layout == "fsdp2+tp" else "gpt2" if rule == "normuon" else "llama"
+                row = case(kind, layout, rule, exact, device)
                 counts = torch.tensor([row["transforms"], row["alone"]], device=device)
                 dist.all_reduce(counts)
                 row["transforms"], row["alone"] = counts.tolist()
@@ -152,7 +164,7 @@ def main() -> None:
                 if dist.get_rank() == 0:
                     wire = "float32" if exact else "default"
                     print(
-                        f"{'ok  ' if row['ok'] else 'BAD '}{layout:6}{rule:11}{wire:8} difference {row['difference']:.1e}"
+                        f"{'ok  ' if row['ok'] else 'BAD '}{layout:9}{rule:11}{wire:8} difference {row['difference']:.1e}"
                         f" moved {row['moved']:.1e} replicas equal {row['replicas_equal']} transforms {row['transforms']}",
                         flush=True,
                     )

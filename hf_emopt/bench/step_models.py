@@ -15,7 +15,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["LAYOUTS", "MODELS", "Laid", "build_model", "check_layout", "lay_out"]
+__all__ = ["LAYOUTS", "MODELS", "Laid", "build_model", "check_layout", "lay_out", "slice_matrices"]
 
 LAYOUTS = ("single", "ddp", "fsdp2", "hsdp", "fsdp2+tp")
 
@@ -111,7 +111,7 @@ def lay_out(model: nn.Module, layout: str, device: torch.device, replicas: int =
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
     data_ranks = world
     if layout == "fsdp2+tp":
-        _slice(model, mesh["tensor"])
+        slice_matrices(model, mesh["tensor"])
         mesh, data_ranks = mesh["shard"], world // tp_size
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in _blocks(model):
@@ -134,8 +134,12 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
 }
 
 
-def _slice(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Cuts matrices as the model's own plan of tensor parallelism says."""
+def slice_matrices(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Cuts matrices over the ranks of a mesh as the model's own plan of tensor parallelism says.
+
+    Raises:
+        ValueError: when the model has no plan, or one with a style that is not known here.
+    """
     config = model.config
     base = str(getattr(model, "base_model_prefix", ""))
     plan = {f"{base}.{k}" if base else k: v for k, v in (getattr(config, "base_model_tp_plan", None) or {}).items()}
