@@ -26,7 +26,14 @@ from hf_emopt.linalg.batches import (
     relative_norm,
     spectral_bound,
 )
-from hf_emopt.linalg.precision import Precision, check_precision, matmul_precision, product, unit_roundoff
+from hf_emopt.linalg.precision import (
+    Precision,
+    add_product,
+    check_precision,
+    matmul_precision,
+    product,
+    unit_roundoff,
+)
 
 __all__ = ["InverseRoot", "RootSolver", "inverse_root"]
 
@@ -115,9 +122,12 @@ def inverse_root(
     peak = largest_entry(a)
     finite = peak < math.inf
     scale = power_of_two_scale(peak).to(dtype)
-    work = torch.where(finite.reshape(-1, 1, 1), a, eye_like(a)).to(dtype) / scale
+    work = a.to(dtype) / scale
+    if solver == "eigh":
+        work = _with_identity(work, finite)
+    bound = spectral_bound(work)
     # float64 on the host side of the quotient: epsilon may be subnormal in float32.
-    ridge = torch.maximum((epsilon / scale.double()).to(dtype), relative_epsilon * spectral_bound(work))
+    ridge = torch.maximum((epsilon / scale.double()).to(dtype), relative_epsilon * bound)
 
     with matmul_precision("highest"):
         if solver == "eigh":
@@ -128,12 +138,13 @@ def inverse_root(
             limit = residual_tolerance or max(1e-2, 16 * unit_roundoff(dtype, precision))
             settings = _Iteration(fraction, precision, tolerance, max_iterations, relative_epsilon, limit)
             schedule = _newton_schedule if solver == "coupled_newton" else _higher_order_schedule
-            value, residual, failed = _by_iteration(work, ridge, settings, schedule)
+            value, residual, failed = _by_iteration(work, ridge, bound, settings, schedule)
             fell_back = torch.zeros_like(failed)
             # The one synchronisation.
             if fallback and bool(failed.any()):
                 rows = failed.nonzero().squeeze(-1)
-                value[rows], residual[rows] = _by_eigh(work[rows], float(exponent), ridge[rows])
+                exact = _with_identity(work[rows], finite[rows]), float(exponent), ridge[rows].nan_to_num(nan=1.0)
+                value[rows], residual[rows] = _by_eigh(*exact)
                 fell_back = failed
                 failed = torch.where(failed, _eigh_failed(value, residual), False)
 
@@ -143,6 +154,11 @@ def inverse_root(
     return InverseRoot(
         value.to(a.dtype), residual.masked_fill(~finite, math.inf).to(a.dtype), failed, fell_back & finite
     )
+
+
+def _with_identity(a: Tensor, finite: Tensor) -> Tensor:
+    """The identity in place of blocks that are not finite, which ``eigh`` refuses."""
+    return torch.where(finite.reshape(-1, 1, 1), a, eye_like(a))
 
 
 def _check_arguments(
@@ -283,60 +299,83 @@ def _higher_order_schedule(p: int, lowest: float, unit: float) -> tuple[_Polynom
 
 
 def _by_iteration(
-    a: Tensor, ridge: Tensor, settings: _Iteration, schedule: Callable[[int, float, float], tuple[_Polynomial, ...]]
+    a: Tensor,
+    ridge: Tensor,
+    bound: Tensor,
+    settings: _Iteration,
+    schedule: Callable[[int, float, float], tuple[_Polynomial, ...]],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Value, residual, and which blocks are not to be trusted. ``X_0 = z^(1/p) I`` and ``M_0 = z A``; each step makes
-    ``X P`` and ``P^p M`` of them, so that ``M = X^p A`` and its convergence to ``I`` makes ``X`` the root."""
+    ``X P`` and ``P^p M`` of them, so that ``M = X^p A`` and its convergence to ``I`` makes ``X`` the root.
+
+    All products are with ``D = P - I`` and add to what is known: ``X + X D``. As ``D`` goes to zero so does the rounding of
+    the products, in every precision, and what has converged stays as it is without being asked about.
+
+    Args:
+        bound: ``(N, 1, 1)``, at least the largest eigenvalue of ``a``.
+    """
     p, precision = settings.root, settings.precision
-    identity = eye_like(a)
-    a = a + ridge * identity
-    z = 1.0 / spectral_bound(a)
-    x, m = identity.expand_as(a), z * a
+    z = 1.0 / (bound + ridge)
+    start = a * z
+    start.diagonal(dim1=-2, dim2=-1).add_((ridge * z).squeeze(-1))
     unit = unit_roundoff(a.dtype, precision)
     floor = max(settings.tolerance or 0.0, 16 * unit)
     # What the ridge and the rounding of the input leave as the smallest eigenvalue of M_0; half of it, to be safe.
     lowest = 0.5 * min(1.0, max(settings.relative_epsilon, unit_roundoff(a.dtype, "highest")))
-    active = ~_converged(m, identity, floor)
-    for step, polynomial in enumerate(schedule(p, lowest, unit)[: settings.max_iterations]):
-        multiplier = _evaluate(polynomial, m, active, precision)
-        x = multiplier if step == 0 else _where_active(active, product(x, multiplier, precision), x, precision)
-        # In exact arithmetic M is symmetric; its rounding errors that are not would grow.
-        m = _where_active(active, _symmetric_product(_power(multiplier, p, precision), m, precision), m, precision)
-        active = active & ~_converged(m, identity, floor)
+    steps = schedule(p, lowest, unit)[: settings.max_iterations]
+    # A step that is scaled for a wide spectrum leads away from the identity: blocks that are there already wait.
+    active = ~(largest_entry(_minus_identity(start)) <= floor)
+    x, m = start, start
+    for step, polynomial in enumerate(steps):
+        d = _deviation(polynomial, m, active, precision)
+        x = _plus_identity(d) if step == 0 else add_product(x, x, d, precision)
+        if step + 1 < len(steps):
+            m = add_product(m, _power_deviation(d, p, precision), m, precision)
+    # The last step squares the error, which is not looked at again: the residual is.
+    error = torch.linalg.vector_norm(_minus_identity(m), dim=(-2, -1))
     x = _symmetric_part(x)
-    x = x * (z.double() ** (1 / p)).to(x.dtype)
     probes = random_probes(a)
-    residual = torch.cat([_root_residual(a[s], x[s], p, probes) for s in block_chunks(*a.shape[:2])]).to(a.dtype)
+    residual = torch.cat([_root_residual(start[s], x[s], p, probes) for s in block_chunks(*a.shape[:2])]).to(a.dtype)
     value = _power(x, settings.fraction.numerator, "highest")
-    untrusted = active | ~(residual <= settings.residual_limit) | ~finite_blocks(value)
-    return value, residual, untrusted
+    untrusted = ~(error * error <= floor) | ~(residual <= settings.residual_limit) | ~finite_blocks(value)
+    return value * (z.double() ** float(settings.fraction)).to(x.dtype), residual, untrusted
 
 
-def _evaluate(polynomial: _Polynomial, m: Tensor, active: Tensor, precision: Precision) -> Tensor:
-    """``c_0 I + c_1 M (+ c_2 M^2)`` of the active blocks, and the identity of those that have converged."""
-    on = active.to(m.dtype).reshape(-1, 1, 1)
-    value = m * (polynomial[1] * on)
+def _minus_identity(m: Tensor) -> Tensor:
+    result = m.clone()
+    result.diagonal(dim1=-2, dim2=-1).sub_(1.0)
+    return result
+
+
+def _plus_identity(m: Tensor) -> Tensor:
+    result = m.clone()
+    result.diagonal(dim1=-2, dim2=-1).add_(1.0)
+    return result
+
+
+def _deviation(polynomial: _Polynomial, m: Tensor, active: Tensor, precision: Precision) -> Tensor:
+    """``P - I`` for ``P = c_0 I + c_1 M (+ c_2 M^2)``; of a step with ``P(1) != 1``, zero in blocks that are not active."""
     if len(polynomial) == 3:
-        value = value + (polynomial[2] * on) * product(m, m, precision)
-    value.diagonal(dim1=-2, dim2=-1).add_(((polynomial[0] - 1.0) * on + 1.0).squeeze(-1))
+        value = add_product(m, m, m, precision, beta=polynomial[1] / polynomial[2]).mul_(polynomial[2])
+    else:
+        value = m * polynomial[1]
+    value.diagonal(dim1=-2, dim2=-1).add_(polynomial[0] - 1.0)
+    if abs(sum(polynomial) - 1.0) > 1e-9:
+        value.mul_(active.to(m.dtype).reshape(-1, 1, 1))
     return value
 
 
-def _where_active(active: Tensor, new: Tensor, old: Tensor, precision: Precision) -> Tensor:
-    """Blocks that have converged stay as they are. An exact product with the identity did that already."""
-    return new if precision == "highest" else torch.where(active.reshape(-1, 1, 1), new, old)
-
-
-def _symmetric_product(a: Tensor, b: Tensor, precision: Precision) -> Tensor:
-    """The symmetric part of ``A B``; to the last bit ``B`` for the identity and symmetric ``B``."""
-    if precision == "highest":
-        half = torch.baddbmm(b, a, b, beta=0.0, alpha=0.5)
-        return half + half.mT
-    return _symmetric_part(product(a, b, precision))
-
-
-def _converged(m: Tensor, identity: Tensor, floor: float) -> Tensor:
-    return largest_entry(m - identity) <= floor  # False for NaN
+def _power_deviation(d: Tensor, n: int, precision: Precision) -> Tensor:
+    """``(I + D)^n - I`` by squaring."""
+    result: Tensor | None = None
+    while True:
+        if n & 1:
+            result = d if result is None else add_product(result + d, result, d, precision)
+        n >>= 1
+        if n == 0:
+            assert result is not None
+            return result
+        d = add_product(d, d, d, precision, beta=2.0)
 
 
 def _root_residual(a: Tensor, x: Tensor, p: int, probes: Tensor) -> Tensor:

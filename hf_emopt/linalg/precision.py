@@ -23,7 +23,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-__all__ = ["Precision", "check_precision", "matmul_precision", "product", "unit_roundoff"]
+__all__ = ["Precision", "add_product", "check_precision", "matmul_precision", "product", "unit_roundoff"]
 
 Precision: TypeAlias = Literal["highest", "bf16x3", "tf32", "tf32_emulated"]
 
@@ -162,3 +162,16 @@ def product(a: Tensor, b: Tensor, precision: Precision = "highest") -> Tensor:
     a1, a2 = _split(a)
     b1, b2 = (a1, a2) if b is a else _split(b)
     return (_multiply_bf16(a1, b2) + _multiply_bf16(a2, b1)) + _multiply_bf16(a1, b1)
+
+
+def add_product(
+    c: Tensor, a: Tensor, b: Tensor, precision: Precision = "highest", *, beta: float = 1.0
+) -> Tensor:
+    """``beta C + A B`` for batches ``(N, m, n)``, ``(N, m, k)``, ``(N, k, n)``, in a tensor of its own.
+
+    Only the factors are cut to ``precision``. ``C`` is added in full, so a small correction loses a small part of itself.
+    """
+    if a.dtype == torch.float64 or precision in ("highest", "tf32"):
+        with matmul_precision(precision):
+            return torch.baddbmm(c, a, b, beta=beta)
+    return product(a, b, precision).add_(c, alpha=beta)
