@@ -129,6 +129,7 @@ def inverse_root(
     # float64 on the host side of the quotient: epsilon may be subnormal in float32.
     ridge = torch.maximum((epsilon / scale.double()).to(dtype), relative_epsilon * bound)
 
+    factor = scale.double().pow(-float(exponent))
     with matmul_precision("highest"):
         if solver == "eigh":
             value, residual = _by_eigh(work, float(exponent), ridge)
@@ -138,19 +139,22 @@ def inverse_root(
             limit = residual_tolerance or max(1e-2, 16 * unit_roundoff(dtype, precision))
             settings = _Iteration(fraction, precision, tolerance, max_iterations, relative_epsilon, limit)
             schedule = _newton_schedule if solver == "coupled_newton" else _higher_order_schedule
-            value, residual, failed = _by_iteration(work, ridge, bound, settings, schedule)
+            z = 1.0 / (bound + ridge)
+            value, residual, failed = _by_iteration(work, ridge, z, settings, schedule)
+            of_scaled = factor
+            factor = factor * z.double().pow(float(fraction))
             fell_back = torch.zeros_like(failed)
             # The one synchronisation.
             if fallback and bool(failed.any()):
                 rows = failed.nonzero().squeeze(-1)
                 exact = _with_identity(work[rows], finite[rows]), float(exponent), ridge[rows].nan_to_num(nan=1.0)
                 value[rows], residual[rows] = _by_eigh(*exact)
+                factor[rows] = of_scaled[rows]
                 fell_back = failed
                 failed = torch.where(failed, _eigh_failed(value, residual), False)
 
     failed = failed | ~finite
-    value = value * scale.double().pow(-float(exponent)).to(dtype)
-    value = value.masked_fill(failed.reshape(-1, 1, 1), math.nan)
+    value.mul_(factor.to(dtype).masked_fill_(failed.reshape(-1, 1, 1), math.nan))
     return InverseRoot(
         value.to(a.dtype), residual.masked_fill(~finite, math.inf).to(a.dtype), failed, fell_back & finite
     )
@@ -256,14 +260,9 @@ def _newton_schedule(p: int, lowest: float, unit: float) -> tuple[_Polynomial, .
     Newton's ``((p + 1) - m) / p`` lifts a small eigenvalue of ``M`` by ``(1 + 1/p)^p < e`` a step. Of all ``a - b m`` for
     which ``f(m) = m P(m)^p`` stays below 1, the one here lifts it most while no other falls below the lifted one, nor
     below 1/2 (what falls must rise again, and its rounding errors with it): 5.5 times for ``p = 4`` instead of 2.4.
-    That is the idea of Polar Express (arXiv 2505.16932), with a floor. Newton's own steps finish; in TF32, where the
-    rounding errors of the greater multipliers would stay, they do it all.
+    That is the idea of Polar Express (arXiv 2505.16932), with a floor. Newton's own steps finish.
     """
     steps: list[_Polynomial] = []
-    if unit > 1e-4:
-        lift = p * math.log(1 + 1 / p)
-        count = math.ceil(math.log(1 / lowest) / lift) + _LAST_STEPS
-        return (((p + 1) / p, -1 / p),) * count
     while lowest < 0.9:
         t = _steepest(p, lowest)
         peak = (p / (p + 1)) ** p / ((p + 1) * t)  # of m (1 - t m)^p, at m = 1 / ((p + 1) t)
@@ -301,21 +300,20 @@ def _higher_order_schedule(p: int, lowest: float, unit: float) -> tuple[_Polynom
 def _by_iteration(
     a: Tensor,
     ridge: Tensor,
-    bound: Tensor,
+    z: Tensor,
     settings: _Iteration,
     schedule: Callable[[int, float, float], tuple[_Polynomial, ...]],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Value, residual, and which blocks are not to be trusted. ``X_0 = z^(1/p) I`` and ``M_0 = z A``; each step makes
-    ``X P`` and ``P^p M`` of them, so that ``M = X^p A`` and its convergence to ``I`` makes ``X`` the root.
+    """Root of ``z (A + ridge I)``, residual, and which blocks are not to be trusted. ``X_0 = I`` and ``M_0`` is the matrix;
+    each step makes ``X P`` and ``P^p M`` of them, so that ``M = X^p M_0`` and its convergence to ``I`` makes ``X`` the root.
 
     All products are with ``D = P - I`` and add to what is known: ``X + X D``. As ``D`` goes to zero so does the rounding of
     the products, in every precision, and what has converged stays as it is without being asked about.
 
     Args:
-        bound: ``(N, 1, 1)``, at least the largest eigenvalue of ``a``.
+        z: ``(N, 1, 1)``, what brings the spectrum below 1.
     """
     p, precision = settings.root, settings.precision
-    z = 1.0 / (bound + ridge)
     start = a * z
     start.diagonal(dim1=-2, dim2=-1).add_((ridge * z).squeeze(-1))
     unit = unit_roundoff(a.dtype, precision)
@@ -338,7 +336,7 @@ def _by_iteration(
     residual = torch.cat([_root_residual(start[s], x[s], p, probes) for s in block_chunks(*a.shape[:2])]).to(a.dtype)
     value = _power(x, settings.fraction.numerator, "highest")
     untrusted = ~(error * error <= floor) | ~(residual <= settings.residual_limit) | ~finite_blocks(value)
-    return value * (z.double() ** float(settings.fraction)).to(x.dtype), residual, untrusted
+    return value, residual, untrusted
 
 
 def _minus_identity(m: Tensor) -> Tensor:
@@ -355,13 +353,15 @@ def _plus_identity(m: Tensor) -> Tensor:
 
 def _deviation(polynomial: _Polynomial, m: Tensor, active: Tensor, precision: Precision) -> Tensor:
     """``P - I`` for ``P = c_0 I + c_1 M (+ c_2 M^2)``; of a step with ``P(1) != 1``, zero in blocks that are not active."""
+    scaled = abs(sum(polynomial) - 1.0) > 1e-9
+    on: Tensor | float = active.to(m.dtype).reshape(-1, 1) if scaled else 1.0
+    last = on * polynomial[-1]
+    wide = last.unsqueeze(-1) if isinstance(last, Tensor) else last
     if len(polynomial) == 3:
-        value = add_product(m, m, m, precision, beta=polynomial[1] / polynomial[2]).mul_(polynomial[2])
+        value = add_product(m, m, m, precision, beta=polynomial[1] / polynomial[2]).mul_(wide)
     else:
-        value = m * polynomial[1]
-    value.diagonal(dim1=-2, dim2=-1).add_(polynomial[0] - 1.0)
-    if abs(sum(polynomial) - 1.0) > 1e-9:
-        value.mul_(active.to(m.dtype).reshape(-1, 1, 1))
+        value = m * wide
+    value.diagonal(dim1=-2, dim2=-1).add_(on * (polynomial[0] - 1.0))
     return value
 
 
