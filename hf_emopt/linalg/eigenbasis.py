@@ -148,7 +148,9 @@ def refresh_eigenbasis(
     peak = largest_entry(a)
     finite = peak < math.inf
     scale = power_of_two_scale(peak)
-    work = torch.where(finite.reshape(-1, 1, 1), a, eye_like(a)) / scale
+    work = a / scale
+    if method in ("qr", "eigh") or tolerance is not None:  # factorizations refuse what is not finite
+        work = _with_identity(work, finite)
     limit = orthogonality_tolerance or (2e-5 if a.dtype == torch.float32 else 1e-10)
     with matmul_precision("highest"):
         start = _measure(work, q_old, precision)
@@ -162,7 +164,7 @@ def refresh_eigenbasis(
         bad = ~(orthogonality <= limit)
         if fallback and method != "eigh" and bool(bad.any()):  # the one synchronisation
             rows = bad.nonzero().squeeze(-1)
-            repaired = _fall_back(work[rows], start.rows(rows), limit)
+            repaired = _fall_back(_with_identity(work[rows], finite[rows]), start.rows(rows), limit)
             basis = basis.with_rows(rows, repaired)
             orthogonality = orthogonality.index_copy(0, rows, _orthogonality(repaired.q))
             fell_back, bad = bad, ~(orthogonality <= limit)
@@ -180,6 +182,11 @@ def refresh_eigenbasis(
         failed=failed,
         fell_back=fell_back & finite,
     )
+
+
+def _with_identity(a: Tensor, finite: Tensor) -> Tensor:
+    """The identity in place of blocks that are not finite."""
+    return torch.where(finite.reshape(-1, 1, 1), a, eye_like(a))
 
 
 def _check_refresh(
@@ -283,7 +290,8 @@ def _gram_error(q: Tensor, probes: Tensor) -> Tensor:
 
 def _fall_back(a: Tensor, basis: _Basis, limit: float) -> _Basis:
     """QR of the shifted ``A Q``, and ``eigh`` where that is no basis either (the old one was none)."""
-    result = _measure(a, torch.linalg.qr(basis.image + _shift(a, "highest") * basis.q).Q, "highest")
+    image = torch.where(torch.isfinite(basis.image), basis.image, basis.q)
+    result = _measure(a, torch.linalg.qr(image + _shift(a, "highest") * basis.q).Q, "highest")
     bad = ~(_orthogonality(result.q) <= limit)
     if bool(bad.any()):
         rows = bad.nonzero().squeeze(-1)

@@ -135,7 +135,17 @@ def _cut_to_tf32(x: Tensor) -> Tensor:
 
 def _split(x: Tensor) -> tuple[Tensor, Tensor]:
     high = x.to(torch.bfloat16)
-    return high, (x - high.float()).to(torch.bfloat16)
+    # The difference is taken in float32 and rounded as it is written, in one pass.
+    return high, torch.sub(x, high, out=torch.empty_like(high))
+
+
+def _split_both(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    a1, a2 = _split(a)
+    if b is a:
+        return a1, a2, a1, a2
+    if a.data_ptr() == b.data_ptr() and a.shape == b.mT.shape and a.stride() == b.mT.stride():  # a Gram matrix
+        return a1, a2, a1.mT, a2.mT
+    return a1, a2, *_split(b)
 
 
 def _multiply_bf16(a: Tensor, b: Tensor) -> Tensor:
@@ -159,9 +169,8 @@ def product(a: Tensor, b: Tensor, precision: Precision = "highest") -> Tensor:
     if precision == "tf32_emulated":
         with matmul_precision("highest"):
             return _cut_to_tf32(a) @ _cut_to_tf32(b)
-    a1, a2 = _split(a)
-    b1, b2 = (a1, a2) if b is a else _split(b)
-    return (_multiply_bf16(a1, b2) + _multiply_bf16(a2, b1)) + _multiply_bf16(a1, b1)
+    a1, a2, b1, b2 = _split_both(a, b)
+    return _multiply_bf16(a1, b2).add_(_multiply_bf16(a2, b1)).add_(_multiply_bf16(a1, b1))
 
 
 def add_product(
