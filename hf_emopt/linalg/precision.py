@@ -173,9 +173,7 @@ def product(a: Tensor, b: Tensor, precision: Precision = "highest") -> Tensor:
     return _multiply_bf16(a1, b2).add_(_multiply_bf16(a2, b1)).add_(_multiply_bf16(a1, b1))
 
 
-def add_product(
-    c: Tensor, a: Tensor, b: Tensor, precision: Precision = "highest", *, beta: float = 1.0
-) -> Tensor:
+def add_product(c: Tensor, a: Tensor, b: Tensor, precision: Precision = "highest", *, beta: float = 1.0) -> Tensor:
     """``beta C + A B`` for batches ``(N, m, n)``, ``(N, m, k)``, ``(N, k, n)``, in a tensor of its own.
 
     Only the factors are cut to ``precision``. ``C`` is added in full, so a small correction loses a small part of itself.

@@ -132,7 +132,8 @@ class KroneckerRule(RefreshingRule):
         factor = self.factor(block, d, group)
         if isinstance(gate, Tensor):
             if beta != 1.0:
-                factor.mul_(1.0 - new * gate)
+                # A list's multiplication by a scalar of the device is vectorized, a tensor's is not.
+                torch._foreach_mul_([factor], 1.0 - new * gate)
             factor.baddbmm_(rows, rows.mT, alpha=new)
         else:
             factor.baddbmm_(rows, rows.mT, beta=1.0 if beta == 1.0 else 1.0 - new * gate, alpha=new * gate)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hf_emopt.linalg.failures import with_ladder
 from hf_emopt.linalg.inverse_root import RootSolver, inverse_root
+from hf_emopt.rules.adam import adam_direction
 from hf_emopt.rules.base import Clock, Group
 from hf_emopt.rules.blocks import BlockState, Side, mode_product, unfold
 from hf_emopt.rules.conditioning import condition_of_root
@@ -107,8 +108,7 @@ class ShampooRule(KroneckerRule):
     ) -> Tensor:
         gate = gate_of(ok, x)
         unit_state["count"].add_(gate)
-        filtered = self._filter(x, unit_state, group, gate)
-        graft = self._graft(x, filtered, unit_state, group, gate)
+        filtered, graft = self._directions(x, unit_state, group, gate)
         blocks, parts = self.blocks(x, unit_state, group), []
         grid = self.grid(x.shape[1:], group)
         with self.precision(group):
@@ -120,6 +120,18 @@ class ShampooRule(KroneckerRule):
                 parts.append(direction.view(m.shape))
         update = grid.merge(parts)
         return self._momentum(update, unit_state, group, gate)
+
+    def _directions(self, x: Tensor, state: dict[str, Tensor], group: Group, gate: Gate) -> tuple[Tensor, Tensor]:
+        """What is preconditioned, and the direction whose length that takes over."""
+        if group["grafting"] == "adam" and group["betas"][0] and group["bias_correction"]:
+            # Only the direction of the former counts, so it stays without the correction.
+            betas = (group["betas"][0], group["grafting_beta2"])
+            moments = state["exp_avg"], state["graft_second_moment"]
+            eps = group["grafting_epsilon"]
+            graft = adam_direction(x.contiguous(), *moments, state["count"], betas, eps, gate)
+            return state["exp_avg"], graft
+        filtered = self._filter(x, state, group, gate)
+        return filtered, self._graft(x, filtered, state, group, gate)
 
     def _filter(self, x: Tensor, state: dict[str, Tensor], group: Group, gate: Gate) -> Tensor:
         beta1 = group["betas"][0]
@@ -211,7 +223,9 @@ class ShampooRule(KroneckerRule):
         if group["grafting"] != "none":
             dims = tuple(range(1, m.ndim))
             length = torch.linalg.vector_norm(direction, dim=dims, keepdim=True)
-            direction = direction * (torch.linalg.vector_norm(graft, dim=dims, keepdim=True) / (length + _GRAFT_FLOOR))
+            ratio = torch.linalg.vector_norm(graft, dim=dims, keepdim=True) / (length + _GRAFT_FLOOR)
+            # Without a factor it may be the state itself.
+            direction = direction * ratio if direction is m else direction.mul_(ratio)
         elif group["kl"]:
             direction = direction * self._one_scale(block, group).view(-1, *[1] * (m.ndim - 1))
         if all(ready):

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hf_emopt.linalg.eigenbasis import RefreshMethod, refresh_eigenbasis
 from hf_emopt.linalg.failures import with_ladder
+from hf_emopt.rules.adam import adam_direction
 from hf_emopt.rules.base import Clock, Group
 from hf_emopt.rules.blocks import BlockState, Side, mode_product, unfold
 from hf_emopt.rules.conditioning import condition_in_basis, condition_of_spectrum
@@ -99,7 +100,7 @@ class SoapRule(KroneckerRule):
         blocks, parts = self.blocks(x, unit_state, group), []
         with self.precision(group):
             for block in blocks:
-                parts.append(self._adam(block, group, _per_block(gate, block)))
+                parts.append(self._adam(block, group, gate))
                 self._update_factors(block, group, gate_of(ok, x), clock)
             self.refresh(blocks, group, ok, clock)
         update = self.grid(x.shape[1:], group).merge(
@@ -109,25 +110,34 @@ class SoapRule(KroneckerRule):
 
     def _adam(self, block: BlockState, group: Group, gate: Gate) -> Tensor:
         """The update of each block, in the parameter's coordinates."""
-        beta1, beta2 = group["betas"]
         dims = self.factored(block, group)
         bases = {d: block.tensor("basis", d).to(block.grads.dtype) for d in dims}
         projected = block.grads
         for d in dims:
             projected = mode_product(projected, bases[d].mT, d)
-        exp_avg, exp_avg_sq = block.tensor("exp_avg"), block.tensor("exp_avg_sq")
-        exp_avg.lerp_(projected, gate * (1.0 - beta1))
-        exp_avg_sq.lerp_(projected.square(), gate * (1.0 - beta2))
-        steps = _per_block(block.state["count"].clamp_min(1.0), block)
-        correction1, correction2 = 1.0 - beta1**steps, (1.0 - beta2**steps).sqrt()
         if group["compat"] == "paper":
-            update = exp_avg / (exp_avg_sq.sqrt() + group["eps"]) * (correction2 / correction1)
-        else:  # (M / c1) / (sqrt(V / c2) + eps), with what is known for a whole block gathered
-            denominator = torch.addcmul(group["eps"] * correction1, exp_avg_sq.sqrt(), correction1 / correction2)
-            update = exp_avg / denominator
+            update = self._paper_direction(projected, block, group, gate)
+        else:
+            count = block.state["count"]
+            exp_avg, exp_avg_sq = (block.tensor(name).view(len(count), -1) for name in ("exp_avg", "exp_avg_sq"))
+            flat = projected.reshape(len(count), -1)
+            update = adam_direction(flat, exp_avg, exp_avg_sq, count, group["betas"], group["eps"], gate)
+            update = update.view(projected.shape)
         for d in dims:
             update = mode_product(update, bases[d], d)
         return update
+
+    @staticmethod
+    def _paper_direction(projected: Tensor, block: BlockState, group: Group, gate: Gate) -> Tensor:
+        """As the reference has it: ``eps`` is added to the root of the second moment before its correction."""
+        beta1, beta2 = group["betas"]
+        exp_avg, exp_avg_sq, gate = block.tensor("exp_avg"), block.tensor("exp_avg_sq"), _per_block(gate, block)
+        exp_avg.lerp_(projected, gate * (1.0 - beta1))
+        exp_avg_sq.lerp_(projected.square(), gate * (1.0 - beta2))
+        steps = _per_block(block.state["count"].clamp_min(1.0), block)
+        assert isinstance(steps, Tensor)
+        correction1, correction2 = 1.0 - beta1**steps, (1.0 - beta2**steps).sqrt()
+        return exp_avg / (exp_avg_sq.sqrt() + group["eps"]) * (correction2 / correction1)
 
     def _update_factors(self, block: BlockState, group: Group, gate: Gate, clock: Clock) -> None:
         beta = group["betas"][1] if group["shampoo_beta"] is None else group["shampoo_beta"]
