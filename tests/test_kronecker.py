@@ -208,7 +208,7 @@ def test_a_failing_refresh_keeps_the_previous_one_and_is_counted(cls, monkeypatc
     kept = {k: v.clone() for p in params[:4] for k, v in optimizer.state[p].items() if k.startswith(("root", "basis"))}
     healthy = optimizer.rule.compute
 
-    def broken(snapshot, group, first):
+    def broken(snapshot, group, first, unread=False):
         new = healthy(snapshot, group, first)
         return type(new)(new.tensors, torch.ones_like(new.failed))
 

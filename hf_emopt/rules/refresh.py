@@ -10,9 +10,9 @@ import logging
 from abc import abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -60,17 +60,19 @@ class Refreshed:
 
     Attributes:
         clean: the host knows already that none failed.
+        unread: tried without a look at the result. What failed is still to climb the ladder.
     """
 
     tensors: dict[str, Tensor]
     failed: Tensor
     clean: bool = False
+    unread: bool = False
 
     def split(self, sizes: Sequence[int]) -> list[Refreshed]:
         """Results of runs of sides."""
         parts = {name: value.split(list(sizes)) for name, value in self.tensors.items()}
         return [
-            Refreshed({name: values[i] for name, values in parts.items()}, failed, self.clean)
+            Refreshed({name: values[i] for name, values in parts.items()}, failed, self.clean, self.unread)
             for i, failed in enumerate(self.failed.split(list(sizes)))
         ]
 
@@ -84,21 +86,40 @@ class _Flight:
     skipped: Tensor | None
 
 
+@dataclass
+class _Unread:
+    """What failed in the refreshes of a step, on its way to the host.
+
+    Attributes:
+        sides: with blocks that hold no gradients.
+        flags: on the host, one for each side of a block, in order; valid once ``arrived``.
+        options: hyperparameters as they were.
+    """
+
+    sides: list[Side]
+    flags: Tensor
+    arrived: torch.cuda.Event | None
+    options: Group
+
+
 class RefreshingRule(MatrixRule):
     """The schedule of refreshes, their failures, and those that run in the background."""
 
     scheduled = True
+    read_later: ClassVar[frozenset[str]] = frozenset({"cuda"})
+    """Kinds of devices on which failures are read one step after the refresh, so that the host need not wait for it."""
 
     def __init__(self) -> None:
         self.failures = 0
         self.ladder = LadderReport()
         self._background = Background()
         self._flights: dict[tuple[int, int], list[_Flight]] = {}
+        self._unread: dict[tuple[int, int], _Unread] = {}
         self._rows: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
 
     def __getstate__(self) -> dict[str, object]:
         """What is being computed is settled before a copy is made, by the optimizer."""
-        return {**self.__dict__, "_flights": {}, "_rows": {}}
+        return {**self.__dict__, "_flights": {}, "_unread": {}, "_rows": {}}
 
     @abstractmethod
     def grid(self, dims: Sequence[int], group: Group) -> BlockGrid:
@@ -196,11 +217,12 @@ class RefreshingRule(MatrixRule):
         """What a refresh of a side is computed from, which may be views of state."""
 
     @abstractmethod
-    def compute(self, snapshot: Snapshot, group: Group, first: bool) -> Refreshed:
+    def compute(self, snapshot: Snapshot, group: Group, first: bool, unread: bool = False) -> Refreshed:
         """The refresh itself: a function of the snapshot alone, so that it may run on the side.
 
         Args:
             first: these sides have never been refreshed.
+            unread: leave what fails as failed, if that spares a read of the device.
         """
 
     @abstractmethod
@@ -219,6 +241,8 @@ class RefreshingRule(MatrixRule):
 
     def refresh(self, blocks: Sequence[BlockState], group: Group, ok: Tensor | None, clock: Clock) -> None:
         """Refreshes the sides that are due, now or in the background."""
+        if clock.key is not None:
+            self._mend(clock.key, blocks[0].state, ok)
         in_background = group["refresh"] == "async"
         if in_background:
             self._install_arrivals(blocks, group, clock)
@@ -228,19 +252,71 @@ class RefreshingRule(MatrixRule):
         if again and in_background:
             self._launch(again, group, ok, clock)
         elif again:
-            self.refresh_now(again, group, False, ok)
+            self.refresh_now(again, group, False, ok, clock.key)
 
-    def refresh_now(self, sides: Sequence[Side], group: Group, first: bool, ok: Tensor | None) -> None:
-        """Refreshes the sides and puts the result to use."""
+    def refresh_now(
+        self,
+        sides: Sequence[Side],
+        group: Group,
+        first: bool,
+        ok: Tensor | None,
+        key: tuple[int, int] | None = None,
+    ) -> None:
+        """Refreshes the sides and puts the result to use.
+
+        Args:
+            key: of the batch, where what fails may climb the ladder in its next step.
+        """
         results: list[tuple[Side, Refreshed]] = []
+        unread = key is not None and sides[0].block.grads.device.type in self.read_later
         for alike in _alike(sides):
-            new = self.compute(self._snapshot(alike, group, copy=False), group, first)
+            new = self.compute(self._snapshot(alike, group, copy=False), group, first, unread)
             results += zip(alike, new.split([len(s.chosen) for s in alike]))
         for same in _of_same_blocks(results):
             keep = [new.failed if ok is None else new.failed | ~ok for _, new in same]
             self.install([side for side, _ in same], [new for _, new in same], keep, group)
+        later = [(side, new) for side, new in results if new.unread]
+        if key is not None and later:
+            self._read_later(key, later, group, ok)
         for side, new in results:
-            self.note_failures(side, new.failed, group, new.clean)
+            if not new.unread:
+                self.note_failures(side, new.failed, group, new.clean)
+
+    def _read_later(
+        self, key: tuple[int, int], results: Sequence[tuple[Side, Refreshed]], group: Group, ok: Tensor | None
+    ) -> None:
+        """Sends to the host which sides failed. A failed side keeps its count until it has climbed the ladder."""
+        sides = []
+        for side, new in results:
+            side.put("failures", side.take("failures") * new.failed)
+            grads = side.block.grads.new_zeros(()).expand(side.block.grads.shape)  # the shape, without the memory
+            sides.append(replace(side, block=replace(side.block, grads=grads)))
+        failed = torch.cat([new.failed for _, new in results])
+        flags = (failed if ok is None else failed & ok).to("cpu", non_blocking=True)
+        arrived = None
+        if failed.is_cuda:
+            arrived = torch.cuda.Event()
+            arrived.record(torch.cuda.current_stream(failed.device))
+        self._unread[key] = _Unread(sides, flags, arrived, dict(group))
+
+    def _mend(self, key: tuple[int, int], state: dict[str, Tensor], ok: Tensor | None) -> None:
+        """Refreshes again, with the ladder, what failed in the batch's last step."""
+        unread = self._unread.pop(key, None)
+        if unread is None:
+            return
+        if unread.arrived is not None:
+            unread.arrived.synchronize()  # a step ago: it has
+        flags: list[bool] = unread.flags.tolist()
+        self.ladder += LadderReport(flags.count(False))
+        broken = []
+        for side in unread.sides:
+            own, flags = flags[: len(side.chosen)], flags[len(side.chosen) :]
+            numbers = [number for number, failed in zip(side.chosen, own) if failed]
+            if numbers:
+                side.block.state = state
+                broken.append(self.side(side.block, side.d, numbers, side.order))
+        if broken:
+            self.refresh_now(broken, unread.options, False, ok)
 
     def _snapshot(self, alike: Sequence[Side], group: Group, copy: bool) -> Snapshot:
         parts = [self.snapshot(side, group) for side in alike]
@@ -284,10 +360,11 @@ class RefreshingRule(MatrixRule):
             )
 
     def in_flight(self, key: tuple[int, int]) -> bool:
-        return bool(self._flights.get(key))
+        return bool(self._flights.get(key)) or key in self._unread
 
     def settle(self, key: tuple[int, int], storage: dict[str, Tensor]) -> None:
         """Waits for what is being computed for a batch and writes it to the batch's state."""
+        self._mend(key, storage, None)
         for flight in self._flights.pop(key, []):
             for side in flight.sides:
                 side.block.state = storage

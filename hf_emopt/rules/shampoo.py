@@ -182,7 +182,7 @@ class ShampooRule(KroneckerRule):
         counts = side.pick(side.block.state["count"].repeat_interleave(side.block.count)).clamp_min(1.0)
         return {"factor": factor / (1.0 - beta2**counts).view(-1, 1, 1)}
 
-    def compute(self, snapshot: Snapshot, group: Group, first: bool) -> Refreshed:
+    def compute(self, snapshot: Snapshot, group: Group, first: bool, unread: bool = False) -> Refreshed:
         factor = snapshot.tensors["factor"]
         solver, relative_epsilon = self._solver(factor, group)
         root = partial(
@@ -195,6 +195,9 @@ class ShampooRule(KroneckerRule):
         )
         # What needs no look at its result to go on is tried without one.
         optimistic = None if solver == "eigh" else partial(root, fallback=False)
+        if unread and optimistic is not None:
+            tried = optimistic(factor)
+            return Refreshed({"root": tried.value}, tried.failed, unread=True)
         outcome = with_ladder(root, factor, optimistic=optimistic)
         self.ladder += outcome.report
         return Refreshed({"root": outcome.value.value}, outcome.failed, clean=not outcome.failed_blocks)

@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hf_emopt.linalg.eigenbasis import RefreshMethod, refresh_eigenbasis
+from hf_emopt.linalg.eigenbasis import EigenbasisRefresh, RefreshMethod, refresh_eigenbasis
 from hf_emopt.linalg.failures import with_ladder
 from hf_emopt.rules.adam import adam_direction
 from hf_emopt.rules.base import Clock, Group
@@ -165,21 +165,28 @@ class SoapRule(KroneckerRule):
         factor = side.pick(self.factor(side.block, side.d, group))
         return {"factor": factor, "basis": side.take("basis").to(factor.dtype)}
 
-    def compute(self, snapshot: Snapshot, group: Group, first: bool) -> Refreshed:
+    def compute(self, snapshot: Snapshot, group: Group, first: bool, unread: bool = False) -> Refreshed:
         # The first basis is far from the identity it replaces, so it is computed from scratch.
         method: RefreshMethod = "eigh" if first else group["basis_method"]
         turn = partial(refresh_eigenbasis, method=method, precision=group["matmul_precision"], measure=group["kl"])
         # What needs no look at its result to go on is tried without one.
         optimistic = None if method == "eigh" else partial(turn, fallback=False)
-        outcome = with_ladder(turn, snapshot.tensors["factor"], snapshot.tensors["basis"], optimistic=optimistic)
+        factor, basis = snapshot.tensors["factor"], snapshot.tensors["basis"]
+        if unread and optimistic is not None:
+            result = optimistic(factor, basis)
+            return Refreshed(self._results(result, group), result.failed, unread=True)
+        outcome = with_ladder(turn, factor, basis, optimistic=optimistic)
         self.ladder += outcome.report
-        result = outcome.value
+        return Refreshed(self._results(outcome.value, group), outcome.failed, clean=not outcome.failed_blocks)
+
+    @staticmethod
+    def _results(result: EigenbasisRefresh, group: Group) -> dict[str, Tensor]:
         tensors = {"basis": result.q}
         if group["kl"]:
             tensors["eigenvalues"] = result.eigenvalues_estimate
         if group["compat"] == "paper":
             tensors["permutation"] = result.permutation
-        return Refreshed(tensors, outcome.failed, clean=not outcome.failed_blocks)
+        return tensors
 
     def install(self, sides: Sequence[Side], new: Sequence[Refreshed], keep: Sequence[Tensor], group: Group) -> None:
         """Replaces the bases of some blocks and carries their moments along."""
