@@ -11,7 +11,7 @@ import torch
 
 from hf_emopt.linalg import inverse_root, matmul_precision, refresh_eigenbasis
 from hf_emopt.linalg import precision as module
-from hf_emopt.linalg.precision import Precision, product, unit_roundoff
+from hf_emopt.linalg.precision import Precision, add_product, product, unit_roundoff
 
 PRECISIONS = get_args(Precision)
 needs_backend_flags = pytest.mark.skipif(
@@ -61,6 +61,26 @@ def test_error_is_within_the_unit_roundoff(precision: Precision) -> None:
         assert error > 2.0**-22  # it is not float32 in disguise
     assert torch.equal(product(a.double(), b.double(), precision), exact)
     assert unit_roundoff(torch.float64, precision) == 2.0**-53
+
+
+@pytest.mark.parametrize("precision", get_args(Precision))
+@pytest.mark.parametrize("beta", [1.0, 2.0])
+def test_a_small_product_adds_with_a_small_error(precision: Precision, beta: float) -> None:
+    """Of the sum only the product is rounded to the precision."""
+    generator = torch.Generator().manual_seed(0)
+    c, a, b = torch.randn(3, 2, 48, 48, generator=generator)
+    a *= 1e-4
+    before = [x.clone() for x in (c, a, b)]
+    wanted = beta * c.double() + a.double() @ b.double()
+    got = add_product(c, a, b, precision, beta=beta)
+    error = (got.double() - wanted).abs().max() / wanted.abs().max()
+    assert error < 2.0**-23 + 1e-4 * 48**0.5 * 4 * unit_roundoff(torch.float32, precision)
+    assert all(torch.equal(x, y) for x, y in zip(before, (c, a, b)))
+
+
+def test_a_factor_and_its_transpose_are_split_alike() -> None:
+    x = torch.randn(2, 40, 24, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(product(x.mT, x, "bf16x3"), product(x.mT.clone(), x, "bf16x3"))
 
 
 def test_tf32_emulation_keeps_ten_bits() -> None:
