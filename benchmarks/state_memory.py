@@ -308,16 +308,25 @@ def main() -> None:
     parser.add_argument("--layout", choices=("single", "ddp", "fsdp2"), default="single")
     parser.add_argument("--tokens", type=int, default=8192, help="tokens of a rank in a step")
     parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence")
-    parser.add_argument("--steps", type=int, default=5, help="steps of a run")
-    parser.add_argument("--runs", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=10, help="steps of a run")
+    parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--parity-steps", type=int, default=20, help="0 leaves the comparison of weights out")
     parser.add_argument("--wait", action="store_true", help="the host waits for every backward pass")
     parser.add_argument("--profile", action="store_true", help="of one step: what the link and the kernels take")
     parser.add_argument("--json", type=Path, default=None)
     options = parser.parse_args()
-    rows = []
+    rows: list[dict[str, Any]] = []
     with process_group() as device:
+
+        def keep(**more: Any) -> None:
+            """What there is so far: a run that is cut short keeps it."""
+            if options.json is None or dist.get_rank() != 0:
+                return
+            card = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+            facts = {**{k: str(v) for k, v in vars(options).items()}, "torch": torch.__version__, "card": card}
+            options.json.write_text(json.dumps({"about": facts, "rows": rows, **more}, indent=1))
+
         for variant in options.variants:
             rows.append(timed(variant, options, device))
             gc.collect()
@@ -325,6 +334,7 @@ def main() -> None:
                 torch.cuda.empty_cache()
             if dist.get_rank() == 0:
                 print(json.dumps(rows[-1]), flush=True)
+            keep()
         figures = parity([v for v in options.variants if v != "adamw"], options, device) if options.parity_steps else {}
         if dist.get_rank() == 0:
             steps = {row["variant"]: row["step_ms"] for row in rows}
@@ -347,12 +357,7 @@ def main() -> None:
             if rates:
                 print("link, GB/s: " + ", ".join(f"{name} {value:.1f}" for name, value in rates.items()))
             print("parity:", json.dumps(figures))
-            if options.json is not None:
-                card = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-                facts = {**{k: str(v) for k, v in vars(options).items()}, "torch": torch.__version__, "card": card}
-                options.json.write_text(
-                    json.dumps({"about": facts, "rows": rows, "link": rates, "parity": figures}, indent=1)
-                )
+            keep(link=rates, parity=figures)
 
 
 if __name__ == "__main__":

@@ -116,3 +116,22 @@ def test_a_model_on_a_device_that_is_not_the_current_one() -> None:
         weights.append([p.detach().cpu() for p in model.parameters()])
     for one, other in zip(*weights):
         assert torch.equal(one, other)
+
+
+def test_tables_of_addresses_do_not_wait_behind_a_busy_link() -> None:
+    """Other addresses at every call, while large copies keep the link to the device busy and memory is used again."""
+    sizes = (4096, 160, 33)
+    runs = Runs([(k, 0, k, 0, size) for k, size in enumerate(sizes)])
+    big, there = torch.ones(2**26).pin_memory(), torch.empty(2**26, device="cuda")
+    link = torch.cuda.Stream()
+    ends = []
+    for call in range(40):
+        with torch.cuda.stream(link):
+            there.copy_(big, non_blocking=True)
+        sources = [torch.full((size,), float(call * 10 + k), device="cuda") for k, size in enumerate(sizes)]
+        targets = [torch.full((size,), -1.0, device="cuda") for size in sizes]
+        runs.to_right(sources, targets)
+        ends.append([t.amin() + t.amax() for t in targets])  # all else is freed, and its memory is the next call's
+    link_was_busy = not link.query()
+    assert [[float(e) for e in row] for row in ends] == [[2.0 * (call * 10 + k) for k in range(3)] for call in range(40)]
+    assert link_was_busy

@@ -157,8 +157,12 @@ def compare(
     repeat_ms: float = 100.0,
     graphs: bool = True,
     bounds: bool = True,
+    keep: Callable[[list[dict[str, Any]]], object] = len,
 ) -> list[dict[str, Any]]:
     """Times and errors, one row a shape: ``{"shape", "bound", "implementations": {name: {"ms", "error"}}}``.
+
+    Args:
+        keep: is given all rows so far after every shape.
 
     ``hf_emopt`` is called as the optimizer calls it, launch by launch; ``hf_emopt, graph`` is the replay of one CUDA graph,
     the mode in which gram-newton-schulz runs.
@@ -183,6 +187,7 @@ def compare(
             row["bound"] = bound_ms(shape)
         print(format_row(row), flush=True)
         rows.append(row)
+        keep(rows)
         del references, x
         torch.cuda.empty_cache()
     return rows
@@ -340,12 +345,16 @@ def run(
         configs.save_table(Path(tune_table), tune(chosen), **device_facts())
         print(f"wrote {tune_table}: set {configs.TABLE_VARIABLE}={tune_table} to use it")
         return 0
-    rows = compare(chosen)
+    path = Path(output)
+
+    def keep(rows: list[dict[str, Any]], products: Sequence[dict[str, Any]] = ()) -> None:
+        path.write_text(json.dumps({**device_facts(), "rows": rows, "products": list(products)}, indent=1) + "\n")
+
+    rows = compare(chosen, keep=keep)  # a run that is cut short keeps what it has
     print("\n" + report(rows))
     products = compare_products(chosen)
     print("\nX X^T alone, ms:\n" + report_products(products))
-    path = Path(output)
-    path.write_text(json.dumps({**device_facts(), "rows": rows, "products": products}, indent=1) + "\n")
+    keep(rows, products)
     if make_plot and importlib.util.find_spec("matplotlib") is not None:
         plot(rows, path.with_suffix(".png"))
     return 0

@@ -194,8 +194,7 @@ class Runs:
         # Rows begin at multiples of 16 bytes.
         table = np.zeros((len(rows), len(self) + len(self) % 2), dtype=np.int64)
         table[:, : len(self)] = rows
-        host = torch.from_numpy(table)
-        sent = host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+        sent = _sent(torch.from_numpy(table), device)
         chunks = self._chunks_on(device)
         aligned = self._even and not (table & 15).any()
         return Prepared(
@@ -230,6 +229,30 @@ class Prepared:
     count: int
     addresses: tuple[Tensor, ...]
     aligned: bool
+
+
+def _sent(table: Tensor, device: torch.device) -> Tensor:
+    """A table on the device. It travels on a stream of its own: a GPU copies from the host in the order in which copies can
+    begin, and on the current stream, whose turn comes late, a few bytes would wait behind all that a loader or offloaded
+    state has begun to send meanwhile."""
+    if device.type != "cuda":
+        return table
+    pinned = table.pin_memory()
+    if torch.cuda.is_current_stream_capturing():
+        return pinned.to(device, non_blocking=True)
+    current, stream = torch.cuda.current_stream(device), _upload_stream(device)
+    with torch.cuda.stream(stream):
+        sent = pinned.to(device, non_blocking=True)
+    current.wait_stream(stream)
+    sent.record_stream(
+        current
+    )  # its memory is the other stream's, which must not use it again before this one has read
+    return sent
+
+
+@functools.cache
+def _upload_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def _pointers(tensors: Sequence[Tensor]) -> tuple[int, ...]:
