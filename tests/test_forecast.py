@@ -200,7 +200,8 @@ def test_muons_steps_are_within_15_percent(points: list[forecast_errors.Point]) 
 
 
 def test_the_bounds_that_hold_for_the_others(points: list[forecast_errors.Point]) -> None:
-    """AdamW within 16 %, but for a model of 13 M; factors where they were fitted within 2 %. Older code took longer."""
+    """AdamW within 16 %, but for a model of 13 M; factors where they were fitted within 2 %. Older code took longer, Shampoo's up
+    to three times, before its roots took half of the products."""
     for p in points:
         small = "hidden 512" in p.what
         if p.optim == "adamw":
@@ -208,7 +209,7 @@ def test_the_bounds_that_hold_for_the_others(points: list[forecast_errors.Point]
         elif p.optim in ("soap", "shampoo") and p.role == FITTED:
             assert p.ratio == pytest.approx(1.0, abs=0.02)
         elif p.role == OLDER and not small:
-            assert 0.45 <= p.ratio <= 1.0
+            assert (0.3 if p.optim == "shampoo" else 0.45) <= p.ratio <= 1.0
 
 
 def test_orthogonalizations_are_within_15_percent() -> None:
