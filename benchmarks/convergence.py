@@ -299,6 +299,12 @@ def run(args: argparse.Namespace) -> None:
             study.point(name, best_rate(study.points, name), args.seed, int(other))
 
 
+def adamw_losses(points: Sequence[dict[str, Any]]) -> dict[int, float]:
+    """Final losses of AdamW's runs at its best rate, as long as those of its sweep; by seed."""
+    lr, steps = best_rate(points, "adamw"), sweep_steps(points, "adamw")
+    return {p["seed"]: final(p) for p in points if (p["optim"], p["lr"], p["steps"]) == ("adamw", lr, steps)}
+
+
 def steps_to(points: Sequence[dict[str, Any]], name: str, target: dict[int, float]) -> float | None:
     """Length of a run at the best rate that ends at a loss, between two lengths that were run; ``None`` outside of them.
 
@@ -325,14 +331,12 @@ def table(result: dict[str, Any]) -> str:
         best = best_rate(points, name)
         cells = [f"{lr:g}: **{x:.3f}**" if lr == best else f"{lr:g}: {x:.3f}" for lr, x in sweep(points, name)]
         lines.append(f"| {name} | {sweep_steps(points, name)} | {', '.join(cells)} |")
-    lr, steps = best_rate(points, "adamw"), sweep_steps(points, "adamw")
-    adamw = [p for p in points if p["optim"] == "adamw" and p["lr"] == lr and p["steps"] == steps]
-    target = {p["seed"]: final(p) for p in adamw}
+    steps, target = sweep_steps(points, "adamw"), adamw_losses(points)
     per_step = {name: _milliseconds(points, name) for name in names}
     lines += [
         "",
         f"Target: the final loss of AdamW's best learning rate after {steps} steps at the same seed, "
-        f"{statistics.mean(target.values()):.3f} in the mean of {len(adamw)} seed(s).",
+        f"{statistics.mean(target.values()):.3f} in the mean of {len(target)} seed(s).",
         "",
         "| optimizer | lr | steps, and of AdamW's | final loss by seed | reached | ms a step | seconds of AdamW's | "
         "steps to the target, of AdamW's |",
@@ -361,41 +365,56 @@ def _milliseconds(points: Sequence[dict[str, Any]], name: str) -> float:
     return statistics.median(1000 * p["curve"][-1][2] / p["curve"][-1][0] for p in points if p["optim"] == name)
 
 
+def shown_run(points: Sequence[dict[str, Any]], name: str, target: dict[int, float]) -> dict[str, Any]:
+    """Of the first seed's runs at the best rate, the shortest that ends at the target or below it; else the longest."""
+    lr = best_rate(points, name)
+    runs = [p for p in points if p["optim"] == name and p["lr"] == lr]
+    mine = [p for p in runs if p["seed"] == min(q["seed"] for q in runs)]
+    reached = [p for p in mine if final(p) <= target.get(p["seed"], -np.inf)]
+    return min(reached, key=lambda p: p["steps"]) if reached else max(mine, key=lambda p: p["steps"])
+
+
 def plot(result: dict[str, Any], png: Path) -> None:
-    """The sweeps, and the curves of the best runs over steps and seconds."""
+    """The sweeps, and over steps and seconds the curve of one run of each optimizer, that of :func:`shown_run`."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import FormatStrFormatter, LogLocator, NullFormatter
 
     points = result["points"]
     names = list(dict.fromkeys(p["optim"] for p in points))
     bases = [name.partition("@")[0] for name in names]
-    figure, axes = plt.subplots(1, 3, figsize=(15, 4.5))
-    for name, base in zip(names, bases):
+    target = adamw_losses(points)
+    figure, axes = plt.subplots(1, 3, figsize=(15, 5.2))
+    colors = plt.get_cmap("tab10" if len(names) <= 10 else "tab20").colors
+    for name, base, color in zip(names, bases, itertools.cycle(colors)):
         short = base if bases.count(base) == 1 else name
         best, own, ms = best_rate(points, name), sweep_steps(points, name), _milliseconds(points, name)
         axes[0].plot(
             *zip(*[row for row in sweep(points, name) if np.isfinite(row[1])]),
             marker="o",
-            label=f"{short}, {own} steps",
+            color=color,
+            label=f"{short}: sweep of {own} steps, best lr {best:g}",
         )
-        run_ = next(p for p in points if (p["optim"], p["lr"], p["steps"]) == (name, best, own))
-        steps, losses, _ = zip(*run_["curve"][1:])
-        axes[1].plot(steps, losses, label=f"{short}, lr {best:g}")
-        axes[2].plot([step * ms / 1000 for step in steps], losses, label=short)
-        if name == "adamw":
-            for axis in axes[1:]:
-                axis.axhline(losses[-1], color="gray", linestyle=":")
+        steps, losses, _ = zip(*shown_run(points, name, target)["curve"][1:])
+        axes[1].plot(steps, losses, color=color)
+        axes[2].plot([step * ms / 1000 for step in steps], losses, color=color)
     for axis, label in zip(axes, ("learning rate", "steps", "seconds")):
         axis.set_xlabel(label)
         axis.set_ylabel("held-out loss")
-        axis.legend(fontsize="small")
         axis.grid(alpha=0.3)
     for axis in axes[1:]:  # how they begin would flatten how they end
+        axis.axhline(target[min(target)], color="gray", linestyle=":")
         axis.set_ylim(top=min(p["curve"][0][1] for p in points) * 0.55)
     axes[0].set_xscale("log")
-    figure.tight_layout()
+    axes[0].xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes[0].xaxis.set_major_formatter(FormatStrFormatter("%g"))
+    axes[0].xaxis.set_minor_formatter(NullFormatter())
+    # Below the panels: inside them it would hide points.
+    columns = 3 if max(len(line.get_label()) for line in axes[0].lines) < 60 else 2
+    figure.legend(loc="lower center", ncol=columns, fontsize="small")
+    figure.tight_layout(rect=(0, 0.03 + 0.04 * -(-len(names) // columns), 1, 1))
     figure.savefig(png, dpi=110)
 
 
@@ -439,7 +458,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     render = commands.add_parser("render", help="print the tables, draw the curves")
     render.add_argument("json", type=Path)
     render.add_argument("--png", type=Path)
-    render.add_argument("--only", nargs="*", metavar="OPTIM[@OPTIONS]", help="leave others out")
+    render.add_argument("--only", nargs="*", metavar="OPTIM[@OPTIONS]", help="these, in this order")
     return parser.parse_args(argv)
 
 
@@ -452,7 +471,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     else:
         result = json.loads(args.json.read_text())
         if args.only:
-            result["points"] = [p for p in result["points"] if p["optim"] in args.only]
+            result["points"] = [p for name in args.only for p in result["points"] if p["optim"] == name]
         print(table(result))
         if args.png:
             plot(result, args.png)

@@ -73,6 +73,10 @@ def test_table_finds_the_length_that_reaches_adamw(
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     assert cells[2:] == ["180, 0.45", "3.200, 3.210", "0 of 2", "10.0", "0.45", "0.50"]
     assert (tmp_path / "plot.png").stat().st_size > 10_000
+    assert convergence.adamw_losses(points) == target
+    assert convergence.shown_run(points, "muon", target)["steps"] == 240, "180 steps end above AdamW"
+    assert convergence.shown_run(points, "muon", {0: 0.0})["steps"] == 240, "the longest where none gets there"
+    assert convergence.shown_run(points, "muon", {0: 4.0})["steps"] == 160, "the shortest of all that get there"
 
 
 def test_points_are_run_once_and_counted(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
