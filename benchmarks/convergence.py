@@ -387,8 +387,9 @@ def plot(result: dict[str, Any], png: Path) -> None:
     bases = [name.partition("@")[0] for name in names]
     target = adamw_losses(points)
     figure, axes = plt.subplots(1, 3, figsize=(15, 5.2))
-    colors = plt.get_cmap("tab10" if len(names) <= 10 else "tab20").colors
-    for name, base, color in zip(names, bases, itertools.cycle(colors)):
+    colors = plt.get_cmap("tab10" if len(names) <= 10 else "tab20")
+    for number, (name, base) in enumerate(zip(names, bases)):
+        color = colors(number % colors.N)
         short = base if bases.count(base) == 1 else name
         best, own, ms = best_rate(points, name), sweep_steps(points, name), _milliseconds(points, name)
         axes[0].plot(
