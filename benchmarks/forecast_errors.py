@@ -45,8 +45,8 @@ FITTED = "fitted"
 PREDICTED = "predicted"
 OLDER = "older code"
 FITTED_FILES = ("step_ddp_1.1b_2xh200", "refresh_2048_h200", "step_fsdp2_1.1b_2xh200_1946bf8")
-"""Muon's and AdamW's steps of the first, SOAP's of the second and Shampoo's of the third. AdamW's host time under FSDP2 is fitted to the
-three files of that layout; how products slow down to those of ``kernels_h200`` that take longer than 5 ms."""
+"""Muon's and AdamW's steps of the first, SOAP's of the second and Shampoo's of the third. AdamW's host time under FSDP2 is
+fitted to the three files of that layout; how products slow down to those of ``kernels_h200`` that take longer than 5 ms."""
 FITTED_ADAMW = ("step_fsdp2_1.1b_2xh200", "step_fsdp2_1.1b_2xh200_foreach", "step_fsdp2_wide_2xh200")
 OLDER_COMMITS = ("be0df71", "0e9c519")
 """Before the elementwise passes over runs and the kernels' tables."""
