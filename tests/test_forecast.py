@@ -200,8 +200,8 @@ def test_muons_steps_are_within_15_percent(points: list[forecast_errors.Point]) 
 
 
 def test_the_bounds_that_hold_for_the_others(points: list[forecast_errors.Point]) -> None:
-    """AdamW within 16 %, but for a model of 13 M; factors where they were fitted within 2 %. Older code took longer, Shampoo's
-    up to three times, before its roots took half of the products."""
+    """AdamW within 16 %, but for a model of 13 M; factors where they were fitted within 2 %. Older code took longer, that of
+    Shampoo up to three times, before its roots took half of the products."""
     for p in points:
         small = "hidden 512" in p.what
         if p.optim == "adamw":
