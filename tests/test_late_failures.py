@@ -131,3 +131,52 @@ def test_failing_in_a_row_is_counted_once_a_refresh_and_raises(case: tuple[Any, 
     run(params, optimizer, range(6, 9))  # the second refresh is in the last of these
     with pytest.raises(RuntimeError, match="2 times in a row"):
         run(params, optimizer, range(9, 10))
+
+
+def test_a_checkpoint_in_between_does_not_change_the_run(
+    case: tuple[Any, dict[str, Any], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for saves in (False, True):
+        params, optimizer = make(case, later=True)
+        run(params, optimizer, range(4))
+        with monkeypatch.context() as patch:
+            fail_once(patch)
+            run(params, optimizer, range(4, 5))
+        if saves:
+            optimizer.state_dict()
+        run(params, optimizer, range(5, 8))
+        found.append((params, kept(params, optimizer, case[2])))
+    assert all(torch.equal(p, q) for p, q in zip(found[0][0], found[1][0]))
+    assert all(torch.equal(p, q) for p, q in zip(found[0][1], found[1][1]))
+
+
+def test_a_skipped_step_does_not_keep_it_from_use(
+    case: tuple[Any, dict[str, Any], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params, optimizer = make(case, later=True)
+    run(params, optimizer, range(4))
+    fail_once(monkeypatch)
+    run(params, optimizer, range(4, 5))
+    failing = kept(params, optimizer, case[2])
+    for p in params:
+        p.grad = torch.full_like(p, torch.nan)
+    optimizer.step()
+    assert optimizer.skipped_steps == 1
+    after = kept(params, optimizer, case[2])
+    assert [torch.equal(a, b) for a, b in zip(failing, after)].count(False) == 1
+
+
+def test_soap_does_not_notice_when_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Its refresh is the last thing in a step, and what failed in it is computed before anything else of the next one.
+    found = []
+    for later in (False, True):
+        params, optimizer = make(CASES["soap"], later=later)
+        run(params, optimizer, range(4))
+        with monkeypatch.context() as patch:
+            fail_once(patch)
+            run(params, optimizer, range(4, 7))
+        found.append(params)
+    # The two sides turn the moments one after the other, in the order in which they are installed.
+    for p, q in zip(*found):
+        torch.testing.assert_close(p, q, rtol=0, atol=1e-6)

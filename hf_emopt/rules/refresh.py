@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from hf_emopt.linalg.failures import LadderReport
+from hf_emopt.linalg.precision import matmul_precision
 from hf_emopt.rules.background import Background
 from hf_emopt.rules.base import Clock, Group, MatrixRule
 from hf_emopt.rules.blocks import BlockGrid, BlockState, Side
@@ -107,7 +108,8 @@ class RefreshingRule(MatrixRule):
 
     scheduled = True
     read_later: ClassVar[frozenset[str]] = frozenset({"cuda"})
-    """Kinds of devices on which failures are read one step after the refresh, so that the host need not wait for it."""
+    """Kinds of devices on which failures are read as the step after the refresh begins, so that the host need not wait for
+    it. A rule calls :meth:`mend` there."""
 
     def __init__(self) -> None:
         self.failures = 0
@@ -241,8 +243,6 @@ class RefreshingRule(MatrixRule):
 
     def refresh(self, blocks: Sequence[BlockState], group: Group, ok: Tensor | None, clock: Clock) -> None:
         """Refreshes the sides that are due, now or in the background."""
-        if clock.key is not None:
-            self._mend(clock.key, blocks[0].state, ok)
         in_background = group["refresh"] == "async"
         if in_background:
             self._install_arrivals(blocks, group, clock)
@@ -299,8 +299,14 @@ class RefreshingRule(MatrixRule):
             arrived.record(torch.cuda.current_stream(failed.device))
         self._unread[key] = _Unread(sides, flags, arrived, dict(group))
 
-    def _mend(self, key: tuple[int, int], state: dict[str, Tensor], ok: Tensor | None) -> None:
-        """Refreshes again, with the ladder, what failed in the batch's last step."""
+    def mend(self, key: tuple[int, int] | None, state: dict[str, Tensor]) -> None:
+        """Refreshes again, with the ladder, what failed in the batch's last step; before anything else of the next one.
+
+        It belongs to the last step: it is computed from what that one left, which is also what is there when a checkpoint
+        is saved between the two, and a next step that is skipped does not keep it from use.
+        """
+        if key is None:
+            return
         unread = self._unread.pop(key, None)
         if unread is None:
             return
@@ -316,7 +322,8 @@ class RefreshingRule(MatrixRule):
                 side.block.state = state
                 broken.append(self.side(side.block, side.d, numbers, side.order))
         if broken:
-            self.refresh_now(broken, unread.options, False, ok)
+            with matmul_precision(unread.options["matmul_precision"]):
+                self.refresh_now(broken, unread.options, False, None)
 
     def _snapshot(self, alike: Sequence[Side], group: Group, copy: bool) -> Snapshot:
         parts = [self.snapshot(side, group) for side in alike]
@@ -364,7 +371,7 @@ class RefreshingRule(MatrixRule):
 
     def settle(self, key: tuple[int, int], storage: dict[str, Tensor]) -> None:
         """Waits for what is being computed for a batch and writes it to the batch's state."""
-        self._mend(key, storage, None)
+        self.mend(key, storage)
         for flight in self._flights.pop(key, []):
             for side in flight.sides:
                 side.block.state = storage

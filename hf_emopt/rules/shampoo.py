@@ -106,6 +106,7 @@ class ShampooRule(KroneckerRule):
     def transform(
         self, x: Tensor, unit_state: dict[str, Tensor], group: Group, ok: Tensor | None, clock: Clock
     ) -> Tensor:
+        self.mend(clock.key, unit_state)
         gate = gate_of(ok, x)
         unit_state["count"].add_(gate)
         filtered, graft = self._directions(x, unit_state, group, gate)

@@ -91,6 +91,7 @@ class SoapRule(KroneckerRule):
     def transform(
         self, x: Tensor, unit_state: dict[str, Tensor], group: Group, ok: Tensor | None, clock: Clock
     ) -> Tensor:
+        self.mend(clock.key, unit_state)
         gate: Gate = gate_of(ok, x)
         # In the reference the first gradient only makes the first basis.
         warming = [rounds <= self.warmup_rounds(group) for rounds in clock.rounds]
