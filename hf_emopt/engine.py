@@ -373,16 +373,14 @@ class Engine:
 
     def local_state(self, bucket: Bucket, i: int) -> State:
         """:meth:`state_of` as this rank holds it, without that of whole matrices; the same object while it is the same."""
-        state = self.state_of(bucket, i)
+        param, state = self.parameter(bucket, i), self.state_of(bucket, i)
         entries = tuple(state.values())
-        known = self._local_states.get(id(state))
+        known = self._local_states.get(id(param))  # not that of the state: of one that was replaced entries would stay
         if known is not None and tuple(map(id, known[0])) == tuple(map(id, entries)):
             return known[1]
         local = {key: local_tensor(value) for key, value in state.items() if "." not in key}
-        self._local_states[id(state)] = (
-            entries,
-            local,
-        )  # the entries are kept, so that no other tensor gets their identity
+        # The entries are kept, so that no other tensor gets their identity.
+        self._local_states[id(param)] = entries, local
         return local
 
     def owned_of(self, bucket: Bucket, i: int) -> list[Segment] | None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -235,3 +237,20 @@ def test_state_follows_names_when_the_order_changed() -> None:
         wanted = optimizer.state[dict(model.named_parameters())[name]].get("momentum_buffer")
         got = reordered.state.get(p, {}).get("momentum_buffer")
         assert (wanted is None and got is None) or torch.equal(wanted, got)
+
+
+@pytest.mark.parametrize("cls", OPTIMIZERS)
+def test_state_that_is_taken_away_is_not_kept_alive(cls) -> None:
+    """Some methods begin anew now and then, by an empty dictionary in place of a parameter's state."""
+    model, optimizer = build(cls)
+    gone = []
+    for step in range(4):
+        train(model, optimizer, range(step, step + 1))
+        gone += [weakref.ref(v) for v in optimizer.state[model.up.weight].values() if v.shape == (10, 6)]
+        kept = optimizer.state[model.up.weight]  # so that no other dictionary gets its identity
+        optimizer.state[model.up.weight] = {}
+        kept.clear()
+    train(model, optimizer, range(4, 5))
+    gc.collect()
+    assert len(gone) == 4
+    assert all(ref() is None for ref in gone)
