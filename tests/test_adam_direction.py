@@ -49,3 +49,10 @@ def test_a_step_that_does_not_count_leaves_the_moments(gate: Tensor | float) -> 
     assert torch.isfinite(direction).all()
     one_counts = isinstance(gate, Tensor) and gate.ndim == 1
     assert torch.equal(m[1], before[0][1]) != one_counts
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (3, 0)])
+@pytest.mark.parametrize("gate", [0.0, 1.0, torch.tensor(1.0)])
+def test_nothing_to_do(shape: tuple[int, int], gate: Tensor | float) -> None:
+    m, v, g = (torch.zeros(shape) for _ in range(3))
+    assert adam_direction(g, m, v, torch.ones(shape[0]), BETAS, EPS, gate).shape == shape

@@ -33,7 +33,8 @@ def adam_direction(
     """
     one_gate = not isinstance(gate, Tensor) or gate.ndim == 0
     dense = all(x.is_contiguous() and x.dtype == exp_avg.dtype for x in (grad, exp_avg, exp_avg_sq))
-    if grad.device.type in ("cpu", "cuda") and one_gate and dense and exp_avg.dtype in (torch.float32, torch.float64):
+    known = exp_avg.dtype in (torch.float32, torch.float64) and exp_avg.numel() > 0  # torch refuses an empty list
+    if grad.device.type in ("cpu", "cuda") and one_gate and dense and known:
         return _fused(grad, exp_avg, exp_avg_sq, count, betas, eps, gate)
     if isinstance(gate, Tensor) and gate.ndim:
         gate = gate.view(-1, *[1] * (grad.ndim - 1))
