@@ -184,3 +184,27 @@ def test_four_kinds_of_decay(kind: str, lost: float | None) -> None:
     optimizer.step()
     expected = w * (1 - lost) if lost is not None else w - 0.05 * 0.2 * w
     torch.testing.assert_close(p.detach(), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("solver", ["eigh", "coupled_newton"])
+def test_a_root_beyond_float16_is_a_failure_where_roots_are_kept_so(solver: str, later: bool) -> None:
+    """Of gradients of 1e-6 a factor has 1e-12 on its diagonal, and its root of -1/2 a million; weights were NaN by it."""
+    param = nn.Parameter(torch.ones(8, 12))
+    optimizer = hf_emopt.KLShampoo(
+        [param], lr=1e-3, precondition_frequency=2, root_dtype="float16", root_solver=solver, tolerated_failures=2
+    )
+    optimizer.rule.read_later = frozenset({"cpu"} if later else ())
+    generator = torch.Generator().manual_seed(0)
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            param.grad = torch.randn(param.shape, generator=generator) * 1e-6
+            optimizer.step()
+            assert param.isfinite().all()
+            assert all(v.isfinite().all() for k, v in optimizer.state[param].items() if k.startswith("root"))
+
+    steps(2)
+    assert optimizer.rule.failures > 0
+    with pytest.raises(RuntimeError, match="float16 ends at 65504"):
+        steps(8)

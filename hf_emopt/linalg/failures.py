@@ -183,9 +183,11 @@ def _climb(fn: Callable[..., ResultT], a: Tensor, aligned: Sequence[Tensor], ind
             if not _is_solver_failure(error):
                 raise
             continue
+        # As it will be kept: what is finite in float64 need not be.
+        result = _from_fields(result, [part.to(field.device, field.dtype) for field, part in zip(value, result)])
         if not bool(_bad_blocks(result)):
             for field, solved in zip(value, result):
-                field[index] = solved[0].to(field.device, field.dtype)
+                field[index] = solved[0]
             return rung
     return None
 

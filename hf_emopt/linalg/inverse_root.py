@@ -153,11 +153,18 @@ def inverse_root(
                 fell_back = failed
                 failed = torch.where(failed, _eigh_failed(value, residual), False)
 
-    failed = failed | ~finite
-    value.mul_(factor.to(dtype).masked_fill_(failed.reshape(-1, 1, 1), math.nan))
+    factor = factor.to(dtype)
+    failed = failed | ~finite | _overflows(value, factor, a.dtype)
+    value.mul_(factor.masked_fill(failed.reshape(-1, 1, 1), math.nan))
     return InverseRoot(
         value.to(a.dtype), residual.masked_fill(~finite, math.inf).to(a.dtype), failed, fell_back & finite
     )
+
+
+def _overflows(value: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Blocks that are finite at the scale of the computation and not at that of the input, in its dtype: ``(N,)``."""
+    largest = value.diagonal(dim1=-2, dim2=-1).amax(-1)  # no entry of a positive matrix is larger
+    return ~torch.isfinite((largest * factor.reshape(-1)).to(dtype))
 
 
 def _with_identity(a: Tensor, finite: Tensor) -> Tensor:

@@ -439,7 +439,7 @@ class RefreshingRule(MatrixRule):
             raise RuntimeError(
                 f"{self.name}: a preconditioner could not be refreshed {worst} times in a row (tolerated_failures="
                 f"{group['tolerated_failures']}). Its factor is probably not finite or overflows: lower the learning rate, "
-                "clip gradients, or raise epsilon"
+                "clip gradients, or raise epsilon (and keep roots in float32 or bfloat16: float16 ends at 65504)"
             )
 
 

@@ -14,6 +14,7 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
+from hf_emopt.linalg.batches import finite_blocks
 from hf_emopt.linalg.failures import with_ladder
 from hf_emopt.linalg.inverse_root import RootSolver, inverse_root
 from hf_emopt.rules.adam import adam_direction
@@ -198,10 +199,11 @@ class ShampooRule(KroneckerRule):
         optimistic = None if solver == "eigh" else partial(root, fallback=False)
         if unread and optimistic is not None:
             tried = optimistic(factor)
-            return Refreshed({"root": tried.value}, tried.failed, unread=True)
+            return Refreshed({"root": tried.value}, _unstorable(tried.value, tried.failed, group), unread=True)
         outcome = with_ladder(root, factor, optimistic=optimistic)
         self.ladder += outcome.report
-        return Refreshed({"root": outcome.value.value}, outcome.failed, clean=not outcome.failed_blocks)
+        clean = not outcome.failed_blocks and group["root_dtype"] != "float16"
+        return Refreshed({"root": outcome.value.value}, _unstorable(outcome.value.value, outcome.failed, group), clean)
 
     def install(self, sides: Sequence[Side], new: Sequence[Refreshed], keep: Sequence[Tensor], group: Group) -> None:
         for side, result, kept in zip(sides, new, keep):
@@ -288,6 +290,11 @@ class KLShampooRule(ShampooRule):
     """
 
     name: ClassVar[str] = "kl_shampoo"
+
+
+def _unstorable(root: Tensor, failed: Tensor, group: Group) -> Tensor:
+    """Blocks that failed, those included whose root has an entry beyond float16, where that is how it is kept."""
+    return failed if group["root_dtype"] != "float16" else failed | ~finite_blocks(root.to(torch.float16))
 
 
 def _size_of(grafting: str) -> str:

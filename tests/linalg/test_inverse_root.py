@@ -12,7 +12,7 @@ from spectra import SINGULAR, SPECTRA, WELL_CONDITIONED, host_reads, matrices, o
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_emopt.linalg import inverse_root
+from hf_emopt.linalg import inverse_root, with_ladder
 from hf_emopt.linalg.batches import spectral_bound
 from hf_emopt.linalg.inverse_root import _newton_schedule
 
@@ -331,3 +331,15 @@ def test_bad_arguments() -> None:
     with pytest.raises(ValueError, match="max_iterations"):
         inverse_root(a, 0.25, solver="coupled_newton", max_iterations=0)
     assert inverse_root(a, 0.123456).value.shape == (1, 3, 3)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_a_root_beyond_the_dtype_is_a_failure(solver: str) -> None:
+    """Finite at the scale at which it is computed, 1e40 at that of the input; so is what the ladder finds in float64."""
+    a = torch.eye(6).expand(2, 6, 6) * torch.tensor([1e-40, 1.0]).view(-1, 1, 1)
+    result = inverse_root(a, 1.0, 0.0, solver, relative_epsilon=1e-6)
+    assert result.failed.tolist() == [True, False]
+    assert result.value[1].isfinite().all()
+    outcome = with_ladder(lambda x: inverse_root(x, 1.0, 0.0, solver, relative_epsilon=1e-6), a)
+    assert outcome.failed.tolist() == [True, False]
+    assert not outcome.value.value[0].isfinite().any()
