@@ -505,6 +505,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def _forget_plan(self) -> None:
         """Before state is put in place of the one that there is: plans and what belongs to them are made anew."""
         if self._engine is not None:
+            self.rule.forget()  # a refresh that failed too often must not keep an earlier checkpoint from being loaded
             self._engine.settle()
             self._transforms += self._engine.transform_count
         self._early.attach(None)

@@ -180,3 +180,20 @@ def test_soap_does_not_notice_when_it_is_read(monkeypatch: pytest.MonkeyPatch) -
     # The two sides turn the moments one after the other, in the order in which they are installed.
     for p, q in zip(*found):
         torch.testing.assert_close(p, q, rtol=0, atol=1e-6)
+
+
+def test_an_earlier_checkpoint_can_be_loaded_after_a_failure(case: tuple[Any, dict[str, Any], str]) -> None:
+    params, optimizer = make(case, later=True, tolerated_failures=0)
+    run(params, optimizer, range(4))
+    good = copy.deepcopy(optimizer.state_dict())
+    weights = [p.detach().clone() for p in params]
+    next(v for k, v in optimizer.state[params[0]].items() if k.startswith("factor"))[0, 0, 0, 0] = torch.inf
+    run(params, optimizer, range(4, 5))  # its refresh fails, and that is not read yet
+    optimizer.load_state_dict(good)
+    for p, w in zip(params, weights):
+        p.data.copy_(w)
+    run(params, optimizer, range(4, 8))
+    wanted, other = make(case, later=True)
+    run(wanted, other, range(8))
+    assert all(torch.equal(p, q) for p, q in zip(params, wanted))
+    assert optimizer.rule.failures == 0

@@ -97,8 +97,9 @@ def inverse_root(
             form (Lakic 1998), unscaled.
         precision: of the products in coupled Newton, see :mod:`hf_emopt.linalg.precision`. The higher-order form amplifies
             rounding and takes ``highest`` only; ``eigh`` always computes exactly.
-        tolerance: an iteration has converged when the largest entry of ``|M - I|`` is at most this. ``None``, and the
-            least there is: the rounding level of ``precision``, 16 unit roundoffs (1e-6 in float32).
+        tolerance: an iteration has converged when ``|M - I|_F^2`` before its last step is at most this, since that step
+            squares the error. ``None``, and the least there is: the rounding level of ``precision``, 16 unit roundoffs
+            (1e-6 in float32).
         max_iterations: at most this many steps. Fewer are run: as many as the smallest eigenvalue that ``e`` and the
             precision leave can need.
         residual_tolerance: largest residual of an iteration's result. ``None``: 1e-2, or 16 unit roundoffs if larger.

@@ -231,6 +231,9 @@ class MatrixRule(ABC):
     def settle(self, key: tuple[int, int], storage: dict[str, Tensor]) -> None:  # noqa: B027 - most have none
         """Finishes work in the background for the batch ``key`` and writes it to the batch's unit state."""
 
+    def forget(self) -> None:  # noqa: B027 - most have nothing
+        """Before all state is replaced: what would still be done to that of the last step is not."""
+
     def in_flight(self, key: tuple[int, int]) -> bool:
         """Whether :meth:`settle` has something to wait for."""
         return False

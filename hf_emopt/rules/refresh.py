@@ -366,6 +366,9 @@ class RefreshingRule(MatrixRule):
                 "next_skipped", torch.zeros_like(part.failed) if skipped is None else skipped.expand_as(part.failed)
             )
 
+    def forget(self) -> None:
+        self._unread.clear()
+
     def in_flight(self, key: tuple[int, int]) -> bool:
         return bool(self._flights.get(key)) or key in self._unread
 
