@@ -324,7 +324,11 @@ def main() -> None:
             if options.json is None or dist.get_rank() != 0:
                 return
             card = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-            facts = {**{k: str(v) for k, v in vars(options).items()}, "torch": torch.__version__, "card": card}
+            facts = {
+                **{k: str(v) for k, v in vars(options).items() if k != "json"},
+                "torch": torch.__version__,
+                "card": card,
+            }
             options.json.write_text(json.dumps({"about": facts, "rows": rows, **more}, indent=1))
 
         for variant in options.variants:
