@@ -107,7 +107,7 @@ def main() -> None:
         )
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        settings = {key: str(value) for key, value in vars(args).items()}
+        settings = {key: str(value) for key, value in vars(args).items() if key != "out"}
         args.out.write_text(
             json.dumps({"device": device, "torch": torch.__version__, "settings": settings, "rows": rows})
         )
