@@ -161,11 +161,11 @@ def compare(
 ) -> list[dict[str, Any]]:
     """Times and errors, one row a shape: ``{"shape", "bound", "implementations": {name: {"ms", "error"}}}``.
 
-    Args:
-        keep: is given all rows so far after every shape.
-
     ``hf_emopt`` is called as the optimizer calls it, launch by launch; ``hf_emopt, graph`` is the replay of one CUDA graph,
     the mode in which gram-newton-schulz runs.
+
+    Args:
+        keep: is given all rows so far after every shape.
     """
     constructors = {name: PEERS[name] for name in (installed_peers() if peers is None else peers)}
     built = {name: (make(), coefficients) for name, (_, make, coefficients) in constructors.items()}

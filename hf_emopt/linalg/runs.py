@@ -170,9 +170,11 @@ class Runs:
     ) -> Prepared:
         """What a launch over lists of tensors takes, addresses of the left ones first, or of the right ones.
 
-        Most steps find their tensors where the last ones did: then nothing is worked out and nothing is sent.
+        Most steps find their tensors where the last ones did: then nothing is worked out and nothing is sent. A table is for
+        the stream that was made to wait for it.
         """
-        key = (device, self.BLOCK, right_first, *map(_pointers, left), *map(_pointers, right))
+        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        key = (device, stream, self.BLOCK, right_first, *map(_pointers, left), *map(_pointers, right))
         known = self._tables.get(key)
         if known is None:
             known = self._tables[key] = self._make(left, right, device, right_first)
@@ -244,9 +246,8 @@ def _sent(table: Tensor, device: torch.device) -> Tensor:
     with torch.cuda.stream(stream):
         sent = pinned.to(device, non_blocking=True)
     current.wait_stream(stream)
-    sent.record_stream(
-        current
-    )  # its memory is the other stream's, which must not use it again before this one has read
+    # Its memory is the other stream's, which must not use it again before this one has read.
+    sent.record_stream(current)
     return sent
 
 
