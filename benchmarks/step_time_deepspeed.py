@@ -10,9 +10,9 @@ engine is built anew, the first steps are left out, and each figure is the media
 * ``first``: the first step of rank 0, where kernels are compiled; ``peak_gib``: of allocated memory.
 
 Each case runs by itself: one that fails, or takes longer than ``--limit`` seconds, is reported with the reason and does not
-take the others with it; no case begins once ``--budget`` seconds are over. DeepSpeed's FusedAdam is compiled when it is first
-used, which needs nvcc, and its row says so where there is none. The number of matrices transformed by this package is
-checked; of DeepSpeed's Muon, that it was given matrices.
+take the others with it, and the exit status is 1 then; no case begins once ``--budget`` seconds are over. DeepSpeed's
+FusedAdam is compiled when it is first used, which needs nvcc, and its row says so where there is none. The number of matrices
+transformed by this package is checked; of DeepSpeed's Muon, that it was given matrices.
 """
 
 from __future__ import annotations
@@ -179,6 +179,8 @@ def main() -> None:
                     with open(options.json, "w") as file:
                         json.dump(found, file, indent=1)
     ranks.close()
+    if any("failed" in case for case in found["results"]):
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

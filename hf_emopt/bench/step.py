@@ -296,7 +296,9 @@ def check_transforms(optimizer: MatrixOptimizer, steps: int, device: torch.devic
         raise TransformCountError(f"{int(count)} matrices were transformed in {steps} steps, {wanted} were to be")
     if optimizer.skipped_steps:
         raise TransformCountError(f"{optimizer.skipped_steps} steps were skipped: a gradient was not finite")
-    return {"transforms": int(count), "imbalance": optimizer._current_engine().plan.imbalance}
+    engine = optimizer._engine  # that of the last step: between steps DeepSpeed's parameters are flat and make no plan
+    assert engine is not None
+    return {"transforms": int(count), "imbalance": engine.plan.imbalance}
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
