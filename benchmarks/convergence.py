@@ -361,8 +361,13 @@ def table(result: dict[str, Any]) -> str:
 
 
 def _milliseconds(points: Sequence[dict[str, Any]], name: str) -> float:
-    """A step of an optimizer, median over its runs: the first one of a process also compiles."""
-    return statistics.median(1000 * p["curve"][-1][2] / p["curve"][-1][0] for p in points if p["optim"] == name)
+    """A step of an optimizer, median over its runs: the first one of a process also compiles.
+
+    Runs marked ``beside_others`` shared their machine and count only where there are no others.
+    """
+    runs = [p for p in points if p["optim"] == name]
+    alone = [p for p in runs if not p.get("beside_others")]
+    return statistics.median(1000 * p["curve"][-1][2] / p["curve"][-1][0] for p in alone or runs)
 
 
 def shown_run(points: Sequence[dict[str, Any]], name: str, target: dict[int, float]) -> dict[str, Any]:

@@ -79,6 +79,15 @@ def test_table_finds_the_length_that_reaches_adamw(
     assert convergence.shown_run(points, "muon", {0: 4.0})["steps"] == 160, "the shortest of all that get there"
 
 
+def test_seconds_of_runs_beside_others_count_only_without_others() -> None:
+    def run(ms: float, **more: Any) -> dict[str, Any]:
+        return {"optim": "muon", "curve": [(0, 5.0, 0.0), (10, 4.0, ms / 100)], **more}
+
+    shared = [run(9.0, beside_others=True), run(8.0, beside_others=True), run(7.0, beside_others=True)]
+    assert convergence._milliseconds([run(2.0), run(4.0), *shared], "muon") == pytest.approx(3.0)
+    assert convergence._milliseconds(shared, "muon") == pytest.approx(8.0)
+
+
 def test_points_are_run_once_and_counted(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.json"
     convergence.main(command(data, out, "--steps", "3", "--point", "adamw:1e-3", "--point", "muon:1e-3"))
