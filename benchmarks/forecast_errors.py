@@ -44,9 +44,12 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
 FITTED = "fitted"
 PREDICTED = "predicted"
 OLDER = "older code"
-FITTED_FILES = ("step_ddp_1.1b_2xh200", "refresh_2048_h200", "step_fsdp2_1.1b_2xh200_1946bf8")
-"""Muon's and AdamW's steps of the first, SOAP's of the second and Shampoo's of the third. AdamW's host time under FSDP2 is
-fitted to the three files of that layout; how products slow down to those of ``kernels_h200`` that take longer than 5 ms."""
+FITTED_FILES = (
+    "step_ddp_1.1b_2xh200", "refresh_2048_h200", "step_fsdp2_1.1b_2xh200_1946bf8", "step_ddp_1.1b_2xh200_1946bf8"
+)  # fmt: skip
+"""Muon's and AdamW's steps of the first, SOAP's of the second, Muon's and Shampoo's of the third and Muon's of the fourth.
+AdamW's host time under FSDP2 is fitted to the three files of that layout; how products slow down to those of ``kernels_h200``
+that take longer than 5 ms."""
 FITTED_ADAMW = ("step_fsdp2_1.1b_2xh200", "step_fsdp2_1.1b_2xh200_foreach", "step_fsdp2_wide_2xh200")
 OLDER_COMMITS = ("be0df71", "0e9c519")
 """Before the elementwise passes over runs and the kernels' tables."""
@@ -81,7 +84,8 @@ def role(file: str, commit: str, optim: str) -> str:
     """What a stored step is to the model."""
     if file == FITTED_FILES[0] or (optim == "adamw" and file in FITTED_ADAMW):
         return FITTED
-    if (file, optim) in ((FITTED_FILES[1], "soap"), (FITTED_FILES[2], "shampoo")):
+    fitted = {FITTED_FILES[1]: ("soap",), FITTED_FILES[2]: ("muon", "shampoo"), FITTED_FILES[3]: ("muon",)}
+    if optim in fitted.get(file, ()):
         return FITTED
     replaced = file == FITTED_FILES[1] and optim == "shampoo"
     replaced |= commit.startswith(SLOW_HOST) and optim in ("muon", "shampoo")

@@ -154,8 +154,9 @@ def forecast(
     count = max(1, len(exchange))
     exposed = comm / count + max(0.0, comm * (1 - 1 / count) - busy * (1 - 1 / count))
     device = busy + exposed
-    host = _host(buckets, copies, placed, batches, has_kernels(machine.gpu))
-    seconds = max(device + HOST.bucket_ms * 1e-3, host)
+    before = 1e-3 * HOST.parameter_ms * sum(len(b.parameters) for b in placed.plan.buckets)
+    host = before + _host(buckets, copies, placed, batches, has_kernels(machine.gpu))
+    seconds = max(before + HOST.bucket_ms * 1e-3 + device, host)
     numbers = memory(optimizer, placed, frozen_bytes)
     teams = {
         (i, p) for i, b in enumerate(placed.plan.buckets) for p in {s.parameter for s in b.segments if s.team or s.cuts}
@@ -287,7 +288,7 @@ def _sent(
 def _host(
     buckets: Sequence[BucketAmounts], copies: Sequence[BucketAmounts], placed: Placed, batches: int, fused: bool
 ) -> float:
-    """Python and launches of a step."""
+    """Python and launches of a step from the first bucket on."""
     bucket_ms = HOST.bucket_ms * (1.0 if fused else UNFUSED)
     own = len(placed.own) * (HOST.adamw_sharded_ms if placed.layout.is_sharded else HOST.adamw_ms)
     return 1e-3 * (bucket_ms * (len(buckets) + len(copies)) + HOST.batch_ms * batches + own)
