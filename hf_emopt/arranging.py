@@ -47,7 +47,9 @@ class ModeOverrides:
         if isinstance(entries, Mapping):
             pairs = [(str(pattern), str(mode)) for pattern, mode in entries.items()]
         else:
-            texts = [] if entries is None else entries.split(";") if isinstance(entries, str) else list(entries)
+            texts = [] if entries is None else entries.split(";") if isinstance(entries, str) else entries
+            if not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
+                raise ValueError(f"{self.option}={entries!r} must be texts of the form PATTERN:MODE, or a mapping")
             pairs = [(pattern.strip(), mode.strip()) for pattern, _, mode in (text.rpartition(":") for text in texts)]
         for pattern, mode in pairs:
             if not pattern or mode not in known:

@@ -41,10 +41,17 @@ from hf_emopt.routing.adapters import LoraMode
 from hf_emopt.routing.route import ParameterRoute, RouteTable, coverage_warning
 from hf_emopt.routing.unit import Unit
 from hf_emopt.rules.base import Group, MatrixRule
+from hf_emopt.rules.checks import check_flags
 from hf_emopt.state import STATE_VERSION
 from hf_emopt.stepping import Task, pipeline, step_aux_bucket, step_bucket, step_own_aux
 from hf_emopt.stored import OffloadState, check_state_options, describe_memory
-from hf_emopt.validation import no_matrices_message, offload_place, transport_name, validate_group
+from hf_emopt.validation import (
+    checked_process_group,
+    no_matrices_message,
+    offload_place,
+    transport_name,
+    validate_group,
+)
 
 __all__ = ["MatrixOptimizer"]
 
@@ -105,13 +112,15 @@ class MatrixOptimizer(torch.optim.Optimizer):
         offload_state: OffloadState | None = None,
     ) -> None:
         check_lora_options(rule, lora, lora_lr_ratio)
+        check_flags({"allow_no_matrices": allow_no_matrices, "skip_nonfinite": skip_nonfinite, "per_head": per_head})
+        check_flags({"overlap_param_gather": overlap_param_gather})
         self.rule = rule
         self._modes = ModeOverrides(tensor_parallel_modules, rule.tensor_parallel_modes)
         self._choices: list[Choice] = []
         self.skip_nonfinite = skip_nonfinite
         self.transport_dtype = transport_name(transport_dtype)
         self.overlap_param_gather = overlap_param_gather
-        self.process_group = process_group
+        self.process_group = checked_process_group(process_group)
         self.offload_state = offload_place(offload_state)
         if overlap_param_gather and not isinstance(params, nn.Module):
             raise ValueError("overlap_param_gather=True puts hooks on the model: pass the model as params")

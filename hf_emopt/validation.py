@@ -7,16 +7,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from hf_emopt.distributed.layout import ProcessGroupArgument
 from hf_emopt.routing.route import RouteTable
 from hf_emopt.rules.base import Group, MatrixRule
+from hf_emopt.rules.checks import check_choice
 from hf_emopt.rules.elementwise import validate_adamw
 from hf_emopt.rules.masters import LOW_PRECISION_WEIGHTS
 from hf_emopt.rules.moments import STATE_DTYPES, require_library
 from hf_emopt.stored import OffloadState
 
-__all__ = ["no_matrices_message", "offload_place", "transport_name", "validate_group"]
+__all__ = ["checked_process_group", "no_matrices_message", "offload_place", "transport_name", "validate_group"]
 
 
 def validate_group(group: Group, rule: MatrixRule, groups: Sequence[Group], defaults: Mapping[str, Any]) -> None:
@@ -43,19 +46,15 @@ def validate_group(group: Group, rule: MatrixRule, groups: Sequence[Group], defa
             raise ValueError(
                 f"two parameters are named {name!r}; names identify state in checkpoints, so make them unique"
             )
-    group["state_dtype"] = {"8bit": "int8", "bf16": "bfloat16", "fp32": "float32"}.get(
-        group["state_dtype"], group["state_dtype"]
-    )
-    if group["state_dtype"] not in STATE_DTYPES:
-        raise ValueError(f"state_dtype={group['state_dtype']!r} is not one of {', '.join(STATE_DTYPES)}")
+    if isinstance(group["state_dtype"], str):
+        short = {"8bit": "int8", "bf16": "bfloat16", "fp32": "float32"}
+        group["state_dtype"] = short.get(group["state_dtype"], group["state_dtype"])
+    check_choice(group, "state_dtype", STATE_DTYPES)
     if group["state_dtype"] == "int8" and any(param.device.type != "meta" for _, param in group["params"]):
         require_library()
     if group["low_precision_weights"] == "stochastic" or group["state_dtype"] == "bfloat16":
         group.setdefault("rounding_seed", 0)  # from the start: torch.distributed.checkpoint knows live keys only
-    if group["low_precision_weights"] not in LOW_PRECISION_WEIGHTS:
-        raise ValueError(
-            f"low_precision_weights={group['low_precision_weights']!r} is not one of {', '.join(LOW_PRECISION_WEIGHTS)}"
-        )
+    check_choice(group, "low_precision_weights", LOW_PRECISION_WEIGHTS)
     for name, param in group["params"]:
         if not param.dtype.is_floating_point:
             raise ValueError(f"{name} has dtype {param.dtype}; only real floating-point parameters can be trained")
@@ -79,6 +78,16 @@ def offload_place(place: OffloadState | None) -> OffloadState | None:
     if place not in (None, "cpu"):
         raise ValueError(f"offload_state={place!r} must be 'cpu', or None for state beside the parameters")
     return place
+
+
+def checked_process_group(group: ProcessGroupArgument) -> ProcessGroupArgument:
+    """The ranks that hold copies of a parameter, checked."""
+    if group is None or (isinstance(group, str) and group == "self") or isinstance(group, dist.ProcessGroup):
+        return group
+    raise ValueError(
+        f"process_group={group!r} must be a ProcessGroup that this rank is in, 'self' where each process trains a model of "
+        "its own, or None for all ranks"
+    )
 
 
 def transport_name(dtype: torch.dtype | str | None) -> str | None:

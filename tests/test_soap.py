@@ -155,6 +155,7 @@ def test_moments_are_carried_through_a_turn() -> None:
         ({"refresh": "later"}, "refresh='later'"),
         ({"factor_storage": "int3"}, "factor_storage='int3'"),
         ({"betas": (1.0, 0.9)}, "betas"),
+        ({"betas": (0.9, 1.0)}, "betas"),
     ],
 )
 def test_bad_arguments_are_named(changes: dict, message: str) -> None:

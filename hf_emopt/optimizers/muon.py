@@ -11,7 +11,7 @@ from hf_emopt.distributed.layout import ProcessGroupArgument
 from hf_emopt.distributed.tensor_parallel import TensorParallel
 from hf_emopt.groups import ParamsArgument
 from hf_emopt.matrix_optimizer import MatrixOptimizer
-from hf_emopt.optimizers.options import aux_defaults, dtype_name
+from hf_emopt.optimizers.options import as_tuple, aux_defaults, dtype_name
 from hf_emopt.routing.adapters import LoraMode
 from hf_emopt.rules.base import Group
 from hf_emopt.rules.masters import LowPrecisionWeights
@@ -286,6 +286,6 @@ def _muon_defaults(
 
 def _plain_coefficients(coefficients: NsCoefficients) -> object:
     """A name, or plain tuples, which checkpoints hold without pickling; values are checked by the rule."""
-    if isinstance(coefficients, str):
+    if isinstance(coefficients, str) or not isinstance(coefficients, Sequence):
         return coefficients
-    return tuple(step if isinstance(step, (int, float)) else tuple(step) for step in coefficients)
+    return tuple(as_tuple(step) for step in coefficients)

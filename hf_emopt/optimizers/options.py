@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from numbers import Real
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from hf_emopt.rules.base import Group
 
-__all__ = ["aux_defaults", "dtype_name", "one_sided"]
+__all__ = ["as_tuple", "aux_defaults", "dtype_name", "one_sided", "peak_of"]
 
 
 def dtype_name(dtype: torch.dtype | str | None) -> str | None:
@@ -17,6 +21,16 @@ def dtype_name(dtype: torch.dtype | str | None) -> str | None:
         return None
     name = str(dtype).removeprefix("torch.")
     return short.get(name, name)
+
+
+def as_tuple(value: Any) -> Any:
+    """A sequence as a tuple; anything else as it is, for validation to refuse."""
+    return tuple(value) if isinstance(value, Sequence) else value
+
+
+def peak_of(lr: Any) -> Any:
+    """The learning rate as a number; what is none as it is, for validation to refuse."""
+    return float(lr) if isinstance(lr, (Real, Tensor)) else lr
 
 
 def aux_defaults(
@@ -30,7 +44,7 @@ def aux_defaults(
     return {
         "lr": matrix["lr"] if aux_lr is None else aux_lr,
         "weight_decay": matrix["weight_decay"] if aux_weight_decay is None else aux_weight_decay,
-        "betas": tuple(aux_betas),
+        "betas": as_tuple(aux_betas),
         "eps": aux_eps,
         "low_precision_weights": matrix["low_precision_weights"],
         "state_dtype": matrix["state_dtype"],

@@ -13,8 +13,9 @@ from hf_emopt.distributed.layout import ProcessGroupArgument
 from hf_emopt.groups import ParamsArgument
 from hf_emopt.linalg.precision import Precision
 from hf_emopt.matrix_optimizer import MatrixOptimizer
-from hf_emopt.optimizers.options import aux_defaults, dtype_name, one_sided
+from hf_emopt.optimizers.options import as_tuple, aux_defaults, dtype_name, one_sided, peak_of
 from hf_emopt.rules.base import Group
+from hf_emopt.rules.checks import check_flags
 from hf_emopt.rules.factor_storage import FactorStorageName
 from hf_emopt.rules.kronecker import Oversize, Refresh
 from hf_emopt.rules.masters import LowPrecisionWeights
@@ -130,12 +131,14 @@ class Shampoo(MatrixOptimizer):
         lora_lr_ratio: float = 1.0,
         lora_one_sided: bool = True,
     ) -> None:
+        pair = as_tuple(betas)
         start = precondition_frequency if start_preconditioning_step is None else start_preconditioning_step
+        check_flags({"lora_one_sided": lora_one_sided})
         matrix: Group = {
             "tensor_parallel": tensor_parallel,
             "lr": lr,
-            "peak_lr": float(lr),
-            "betas": tuple(betas),
+            "peak_lr": peak_of(lr),
+            "betas": pair,
             "epsilon": epsilon,
             "weight_decay": weight_decay,
             "weight_decay_type": weight_decay_type,
@@ -143,7 +146,9 @@ class Shampoo(MatrixOptimizer):
             "precondition_frequency": precondition_frequency,
             "start_preconditioning_step": start,
             "grafting": grafting,
-            "grafting_beta2": betas[1] if grafting_beta2 is None else grafting_beta2,
+            "grafting_beta2": pair[1]
+            if grafting_beta2 is None and isinstance(pair, tuple) and len(pair) == 2
+            else grafting_beta2,
             "grafting_epsilon": grafting_epsilon,
             "bias_correction": bias_correction,
             "exponent_override": dict(exponent_override)

@@ -13,8 +13,9 @@ from hf_emopt.distributed.layout import ProcessGroupArgument
 from hf_emopt.groups import ParamsArgument
 from hf_emopt.linalg.precision import Precision
 from hf_emopt.matrix_optimizer import MatrixOptimizer
-from hf_emopt.optimizers.options import aux_defaults, dtype_name, one_sided
+from hf_emopt.optimizers.options import as_tuple, aux_defaults, dtype_name, one_sided, peak_of
 from hf_emopt.rules.base import Group
+from hf_emopt.rules.checks import check_flags
 from hf_emopt.rules.factor_storage import FactorStorageName
 from hf_emopt.rules.kronecker import Oversize, Refresh
 from hf_emopt.rules.masters import LowPrecisionWeights
@@ -125,11 +126,12 @@ class SOAP(MatrixOptimizer):
         lora_one_sided: bool = True,
     ) -> None:
         paper = compat == "paper"
+        check_flags({"lora_one_sided": lora_one_sided})
         matrix: Group = {
             "tensor_parallel": tensor_parallel,
             "lr": lr,
-            "peak_lr": float(lr),
-            "betas": tuple(betas),
+            "peak_lr": peak_of(lr),
+            "betas": as_tuple(betas),
             "eps": eps,
             "weight_decay": weight_decay,
             "weight_decay_type": weight_decay_type,

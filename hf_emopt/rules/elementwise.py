@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from hf_emopt.rules.base import Group, state_dtype
+from hf_emopt.rules.checks import check_betas, check_number
 from hf_emopt.rules.masters import load_weights, store_weights
 
 __all__ = ["adamw_step", "apply_updates", "decay_factor", "init_adamw_state", "validate_adamw"]
@@ -20,11 +21,8 @@ __all__ = ["adamw_step", "apply_updates", "decay_factor", "init_adamw_state", "v
 
 def validate_adamw(group: Group) -> None:
     """Raises ``ValueError`` when betas or eps of an auxiliary group are out of range."""
-    betas = group["betas"]
-    if not (len(betas) == 2 and all(0.0 <= b < 1.0 for b in betas)):
-        raise ValueError(f"aux_betas={betas} must be two numbers in [0, 1)")
-    if not group["eps"] >= 0.0:
-        raise ValueError(f"aux_eps={group['eps']} must not be negative")
+    check_betas(group, name="aux_betas")
+    check_number({"aux_eps": group["eps"]}, "aux_eps")
 
 
 def init_adamw_state(param: Tensor) -> dict[str, Tensor]:

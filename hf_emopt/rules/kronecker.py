@@ -11,20 +11,26 @@ import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from hf_emopt.linalg.precision import matmul_precision
+from hf_emopt.linalg.precision import Precision, matmul_precision
 from hf_emopt.rules.base import Clock, Group, state_dtype
 from hf_emopt.rules.blocks import BlockGrid, BlockState, unfold
+from hf_emopt.rules.checks import check_choice, check_flags, check_whole
 from hf_emopt.rules.factor_storage import FACTOR_STORAGE, init_factor, load_factor, store_factor
 from hf_emopt.rules.refresh import REFRESHES, Refresh, RefreshingRule
 
 __all__ = ["Gate", "KroneckerRule", "Oversize", "Refresh", "gate_of"]
 
 Oversize = Literal["block", "one_sided"]
+
+WEIGHT_DECAY_TYPES = ("decoupled", "l2", "corrected", "independent")
+
+FACTOR_DTYPES = ("float32", "bfloat16", "float16")
+"""In which roots and bases may be kept; float32 is that of the factors, and so float64 where the weights are."""
 
 Gate = Tensor | float
 """1 where a step counts and 0 where it is skipped, as a number or as a scalar tensor on the device."""
@@ -37,10 +43,13 @@ class KroneckerRule(RefreshingRule):
 
     def validate(self, group: Group) -> None:
         for key, low in (("precondition_frequency", 1), ("max_preconditioner_dim", 1), ("tolerated_failures", 0)):
-            if not (isinstance(group[key], int) and group[key] >= low):
-                raise ValueError(f"{key}={group[key]!r} must be a whole number, at least {low}")
-        if group["refresh"] not in REFRESHES:
-            raise ValueError(f"refresh={group['refresh']!r} is not one of {', '.join(REFRESHES)}")
+            check_whole(group, key, low)
+        check_choice(group, "refresh", REFRESHES)
+        check_choice(group, "matmul_precision", get_args(Precision))
+        check_choice(group, "oversize", get_args(Oversize))
+        check_choice(group, "factor_storage", FACTOR_STORAGE)
+        check_choice(group, "weight_decay_type", WEIGHT_DECAY_TYPES)
+        check_flags(group, "kl")
         delay = group["async_delay"]
         if delay is not None and not (isinstance(delay, int) and 1 <= delay < group["precondition_frequency"]):
             raise ValueError(
@@ -54,12 +63,6 @@ class KroneckerRule(RefreshingRule):
             )
         if group["refresh"] == "async" and group["precondition_frequency"] < 2:
             raise ValueError("refresh='async' needs precondition_frequency of at least 2: results come a step later")
-        if group["oversize"] not in ("block", "one_sided"):
-            raise ValueError(f"oversize={group['oversize']!r} must be 'block' or 'one_sided'")
-        if group["factor_storage"] not in FACTOR_STORAGE:
-            raise ValueError(f"factor_storage={group['factor_storage']!r} is not one of {', '.join(FACTOR_STORAGE)}")
-        if len(group["betas"]) != 2 or not (0.0 <= group["betas"][0] < 1.0 and 0.0 <= group["betas"][1] <= 1.0):
-            raise ValueError(f"betas={group['betas']} must be in [0, 1), and [0, 1] for the second")
 
     def grid(self, dims: Sequence[int], group: Group) -> BlockGrid:
         """The blocks of a matrix (or tensor) of this shape."""

@@ -26,6 +26,7 @@ from hf_emopt.linalg.newton_schulz_sharded import (
     sharded_seconds,
 )
 from hf_emopt.rules.base import Clock, Group, MatrixRule, Shard, state_dtype
+from hf_emopt.rules.checks import check_choice, check_flags, check_number, check_whole
 from hf_emopt.rules.pairs import Factor, pair_update
 
 if TYPE_CHECKING:
@@ -149,33 +150,26 @@ class MuonRule(MatrixRule):
     tensor_parallel_modes: ClassVar[tuple[str, ...]] = ("auto", "layerwise", "duplicated", "distributed", "blockwise")
 
     def validate(self, group: Group) -> None:
-        momentum, steps, compat = group["momentum"], group["ns_steps"], group["compat"]
-        if not 0.0 <= momentum < 1.0:
-            raise ValueError(f"momentum={momentum} must be in [0, 1)")
-        if not isinstance(steps, int) or not 1 <= steps <= 100:
-            raise ValueError(f"ns_steps={steps!r} must be a whole number from 1 to 100")
-        if group["adjust_lr_fn"] not in ADJUST_LR_FNS:
-            raise ValueError(f"adjust_lr_fn={group['adjust_lr_fn']!r} is not one of {', '.join(ADJUST_LR_FNS)}")
-        if compat is not None and compat not in COMPAT:
-            raise ValueError(f"compat={compat!r} is not one of {', '.join(COMPAT)} or None")
-        if group["ns_dtype"] is not None and group["ns_dtype"] not in _NS_DTYPES:
-            raise ValueError(f"ns_dtype={group['ns_dtype']!r} is not one of {', '.join(_NS_DTYPES)} or None")
-        if group["eps"] is not None and not group["eps"] > 0.0:
-            raise ValueError(f"eps={group['eps']} must be above 0, or None for the scale-free normalization")
+        steps, compat = group["ns_steps"], group["compat"]
+        check_number(group, "momentum", high=1.0)
+        check_whole(group, "ns_steps", 1, 100)
+        check_choice(group, "adjust_lr_fn", ADJUST_LR_FNS)
+        check_choice(group, "compat", COMPAT, or_none=True)
+        check_choice(group, "ns_dtype", _NS_DTYPES, or_none=True)
+        check_number(group, "eps", above=True, or_none="for the scale-free normalization")
+        check_flags(group, "nesterov", "cautious_weight_decay")
+        try:
+            resolved = resolve_coefficients(group["ns_coefficients"], steps)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"ns_coefficients={group['ns_coefficients']!r}: {error}") from error
         self._validate_lora(group)
-        for flag in ("nesterov", "cautious_weight_decay"):
-            if not isinstance(group[flag], bool):
-                raise ValueError(f"{flag}={group[flag]!r} must be True or False")
-        resolved = resolve_coefficients(group["ns_coefficients"], steps)
         if resolved.scaling != "frobenius" and (compat is not None or group["eps"] is not None):
             given = f"compat={compat!r}" if compat is not None else f"eps={group['eps']}"
             raise ValueError(f"ns_coefficients={resolved.name!r} has a normalization of its own; leave out {given}")
 
     def _validate_lora(self, group: Group) -> None:
-        if group["lora_scale"] not in LORA_SCALES:
-            raise ValueError(f"lora_scale={group['lora_scale']!r} is not one of {', '.join(LORA_SCALES)}")
-        if not 0.0 < group["lora_max_change"] < math.inf:
-            raise ValueError(f"lora_max_change={group['lora_max_change']!r} must be above 0")
+        check_choice(group, "lora_scale", LORA_SCALES)
+        check_number(group, "lora_max_change", above=True)
         if group["lora"] != "joint":
             return
         scaling = resolve_coefficients(group["ns_coefficients"], group["ns_steps"]).scaling
@@ -404,8 +398,7 @@ class NorMuonRule(MuonRule):
 
     def validate(self, group: Group) -> None:
         super().validate(group)
-        if not 0.0 <= group["beta2"] < 1.0:
-            raise ValueError(f"beta2={group['beta2']} must be in [0, 1)")
+        check_number(group, "beta2", high=1.0)
         if group["compat"] is not None:
             raise ValueError(
                 f"compat={group['compat']!r} is Muon's: that implementation has no NorMuon; use compat=None"

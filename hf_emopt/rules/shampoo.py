@@ -20,8 +20,9 @@ from hf_emopt.linalg.inverse_root import RootSolver, inverse_root
 from hf_emopt.rules.adam import adam_direction
 from hf_emopt.rules.base import Clock, Group
 from hf_emopt.rules.blocks import BlockState, Side, mode_product, unfold
+from hf_emopt.rules.checks import check_betas, check_choice, check_flags, check_number, check_whole
 from hf_emopt.rules.conditioning import condition_of_root
-from hf_emopt.rules.kronecker import Gate, KroneckerRule, gate_of
+from hf_emopt.rules.kronecker import FACTOR_DTYPES, Gate, KroneckerRule, gate_of
 from hf_emopt.rules.refresh import Refreshed, Snapshot
 
 __all__ = ["GRAFTING", "Grafting", "KLShampooRule", "ShampooRule"]
@@ -49,24 +50,40 @@ class ShampooRule(KroneckerRule):
 
     def validate(self, group: Group) -> None:
         super().validate(group)
-        if group["grafting"] not in GRAFTING:
-            raise ValueError(f"grafting={group['grafting']!r} is not one of {', '.join(GRAFTING)}")
-        if not 0.0 <= group["momentum"] < 1.0:
-            raise ValueError(f"momentum={group['momentum']} must be in [0, 1)")
-        if group["root_solver"] not in ("auto", *get_args(RootSolver)):
-            raise ValueError(
-                f"root_solver={group['root_solver']!r} is not one of auto, {', '.join(get_args(RootSolver))}"
-            )
-        start = group["start_preconditioning_step"]
-        if not (isinstance(start, int) and start >= 1):
-            raise ValueError(f"start_preconditioning_step={start!r} must be a whole number, at least 1")
+        check_betas(group, sums=True)
+        check_choice(group, "grafting", GRAFTING)
+        check_choice(group, "root_solver", ("auto", *get_args(RootSolver)))
+        check_choice(group, "root_dtype", FACTOR_DTYPES)
+        check_flags(group, "nesterov", "bias_correction")
+        check_whole(group, "start_preconditioning_step", 1)
+        check_number(group, "momentum", high=1.0)
+        check_number(group, "epsilon")
+        check_number(group, "relative_epsilon", high=1.0, or_none="for what the solver needs")
+        self._validate_grafting(group)
+        self._validate_exponents(group)
         if group["root_solver"] == "coupled_higher_order" and group["matmul_precision"] != "highest":
             raise ValueError("root_solver='coupled_higher_order' needs matmul_precision='highest'")
-        relative = group["relative_epsilon"]
-        if relative is not None and not 0.0 <= relative < 1.0:
-            raise ValueError(f"relative_epsilon={relative} must be in [0, 1), or None for what the solver needs")
-        if not group["epsilon"] >= 0.0:
-            raise ValueError(f"epsilon={group['epsilon']} must not be negative")
+
+    def _validate_grafting(self, group: Group) -> None:
+        check_number(group, "grafting_epsilon")
+        decays = group["grafting"] in ("adam", "rmsprop")
+        beta = group["grafting_beta2"]
+        if decays and beta == 1.0:
+            raise ValueError(
+                f"grafting_beta2={beta!r}, which is the second of the betas unless it is given, must be below 1 with "
+                f"grafting={group['grafting']!r}: its moments would stay zero; grafting='adagrad' sums"
+            )
+        if decays or beta != 1.0:
+            check_number(group, "grafting_beta2", high=1.0)
+
+    def _validate_exponents(self, group: Group) -> None:
+        given = group["exponent_override"]
+        for order, exponent in (given if isinstance(given, Mapping) else {None: given}).items():
+            check_number({"exponent_override": exponent}, "exponent_override", above=True, or_none="for the rule's own")
+            if order is not None and not isinstance(order, int):
+                raise ValueError(
+                    f"exponent_override={given!r} must have numbers of dimensions as keys, such as {{2: 0.5}}"
+                )
 
     def exponent(self, order: int, group: Group) -> float:
         """``p`` in ``A^(-p)`` for blocks of which ``order`` dimensions are preconditioned."""

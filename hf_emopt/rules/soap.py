@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, get_args
 
 import torch
 from torch import Tensor
@@ -19,8 +19,9 @@ from hf_emopt.linalg.failures import with_ladder
 from hf_emopt.rules.adam import adam_direction
 from hf_emopt.rules.base import Clock, Group
 from hf_emopt.rules.blocks import BlockState, Side, mode_product, unfold
+from hf_emopt.rules.checks import check_betas, check_choice, check_number
 from hf_emopt.rules.conditioning import condition_in_basis, condition_of_spectrum
-from hf_emopt.rules.kronecker import Gate, KroneckerRule, gate_of
+from hf_emopt.rules.kronecker import FACTOR_DTYPES, Gate, KroneckerRule, gate_of
 from hf_emopt.rules.refresh import Refreshed, Snapshot
 
 __all__ = ["SoapRule"]
@@ -50,18 +51,18 @@ class SoapRule(KroneckerRule):
 
     def validate(self, group: Group) -> None:
         super().validate(group)
+        check_betas(group)
+        check_number(group, "shampoo_beta", high=1.0, or_none="for the second of the betas")
+        check_number(group, "eps", above=True)
+        check_number(group, "max_update_rms", above=True, or_none="for no cap")
+        check_choice(group, "basis_method", get_args(RefreshMethod))
+        check_choice(group, "basis_dtype", FACTOR_DTYPES)
+        check_choice(group, "compat", ("paper",), or_none=True)
         compat = group["compat"]
-        if compat not in (None, "paper"):
-            raise ValueError(f"compat={compat!r} must be 'paper' or None")
         if compat == "paper" and group["refresh"] != "synchronous":
             raise ValueError("compat='paper' refreshes every block on the same step; use refresh='synchronous' with it")
         if compat == "paper" and group["kl"]:
             raise ValueError("compat='paper' has no KL correction; use kl=False with it")
-        cap = group["max_update_rms"]
-        if cap is not None and not cap > 0.0:
-            raise ValueError(f"max_update_rms={cap} must be above 0, or None for no cap")
-        if not group["eps"] > 0.0:
-            raise ValueError(f"eps={group['eps']} must be above 0")
 
     def warmup_rounds(self, group: Group) -> int:
         return 1 if group["compat"] == "paper" else 0
