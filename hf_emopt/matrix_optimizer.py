@@ -7,6 +7,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
@@ -25,7 +26,7 @@ from hf_emopt.distributed.layout import (
     UnsupportedLayoutError,
     build_grids,
     is_sharded,
-    local_tensor,
+    local_tensors,
 )
 from hf_emopt.distributed.plan import Bucket, Plan, PlannedParameter
 from hf_emopt.early_fetch import EarlyFetch
@@ -54,6 +55,8 @@ from hf_emopt.validation import (
 )
 
 __all__ = ["MatrixOptimizer"]
+
+_kind_of = attrgetter("shape", "dtype", "device")
 
 
 class MatrixOptimizer(torch.optim.Optimizer):
@@ -407,7 +410,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     def _identity(self) -> tuple[Any, ...]:
         # Shapes too: a wrapper may leave the Parameter and put another tensor into it.
-        return tuple((id(p), p.shape, p.dtype, p.device) for g in self.param_groups for p in g["params"])
+        params = [p for g in self.param_groups for p in g["params"]]
+        return (*map(id, params), *map(_kind_of, params))
 
     def _make_engine(self) -> Engine:
         self._check_overlap()
@@ -451,17 +455,19 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     def _finite_flags(self) -> dict[torch.device, Tensor]:
         """For each device, a scalar that says whether all gradients there are finite; empty when not checked."""
+        given = [
+            (name, grad)
+            for group in self.param_groups
+            for name, param in zip(group["param_names"], group["params"])
+            if (grad := param.grad) is not None
+        ]
+        grads = local_tensors([grad for _, grad in given])
         by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
-        for group in self.param_groups:
-            for name, param in zip(group["param_names"], group["params"]):
-                grad = param.grad
-                if grad is None:
-                    continue
-                grad = local_tensor(grad)
-                if grad.is_sparse:
-                    raise RuntimeError(f"{name} has a sparse gradient; use an embedding with sparse=False")
-                if grad.numel():
-                    by_device[grad.device].append(grad)
+        for (name, _), grad in zip(given, grads):
+            if grad.is_sparse:
+                raise RuntimeError(f"{name} has a sparse gradient; use an embedding with sparse=False")
+            if grad.numel():
+                by_device[grad.device].append(grad)
         if not self.skip_nonfinite or (self._flattened is not None and self._flattened.checked):
             return {}
         return {device: finite(grads, device) for device, grads in by_device.items()}

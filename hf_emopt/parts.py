@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_emopt.distributed.layout import is_sharded, local_gradient, local_tensor
+from hf_emopt.distributed.layout import is_sharded, local_gradient, local_gradients, local_tensor, local_tensors
 from hf_emopt.distributed.plan import Bucket, Segment
 from hf_emopt.engine import Engine, compute_device, is_offloaded
 from hf_emopt.hosted import InPlace
@@ -25,7 +25,7 @@ from hf_emopt.rules.moments import is_moment, is_scale
 from hf_emopt.state import is_shaped
 from hf_emopt.stored import is_weight_state
 
-__all__ = ["AUX_PIECES", "Workplace", "gradient", "home_states", "lent_states", "owned_parts"]
+__all__ = ["AUX_PIECES", "Workplace", "gradient", "gradients", "home_states", "lent_states", "owned_parts"]
 
 State = dict[str, Tensor]
 
@@ -101,7 +101,8 @@ class Workplace:
             return [Part(p.weight, p.grad, states[i]) for p, i in zip(self._fetched.parts, self.present)]
         if not self.sharded:
             return owned_parts(self.engine, self.bucket, self.owned, states)
-        return [Part(local_tensor(p), gradient(p), states[i]) for p, i in zip(self._params, self.present)]
+        weights, grads = local_tensors(self._params), gradients(self._params)
+        return [Part(w, g, states[i]) for w, g, i in zip(weights, grads, self.present)]
 
     def lent_moments(self, group: Group, ok: Tensor | None) -> AbstractContextManager[dict[int, State]]:
         """Moments, for the phase that accumulates."""
@@ -147,6 +148,12 @@ def owned_parts(engine: Engine, bucket: Bucket, owned: Sequence[Segment], states
         mine["step"] = state["step"] if start == 0 else state["step"].clone()
         parts.append(Part(param[where], grad[where], mine))
     return parts
+
+
+def gradients(params: Sequence[Tensor]) -> list[Tensor]:
+    """:func:`gradient` of each."""
+    found = local_gradients(params)
+    return [torch.zeros_like(local_tensor(p)) if grad is None else grad for p, grad in zip(params, found)]
 
 
 def gradient(param: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
@@ -35,7 +35,9 @@ __all__ = [
     "group_of",
     "is_sharded",
     "local_gradient",
+    "local_gradients",
     "local_tensor",
+    "local_tensors",
     "open_groups",
     "single_grid",
     "slices",
@@ -421,9 +423,12 @@ def _runs(index: list[int]) -> list[tuple[int, int]]:
     return runs or [(0, 0)]
 
 
+_PLAIN = frozenset((Tensor, torch.nn.Parameter))
+
+
 def local_tensor(tensor: Tensor) -> Tensor:
     """The part that this rank holds, sharing memory; the tensor itself where it is plain."""
-    if type(tensor) in (Tensor, torch.nn.Parameter):  # most are, and this is asked of every tensor in every step
+    if type(tensor) in _PLAIN:  # most are, and this is asked of every tensor in every step
         return tensor
     if isinstance(tensor, DTensor):
         return _local(tensor)
@@ -436,6 +441,15 @@ def _local(tensor: DTensor) -> Tensor:
     if type(local) is not Tensor and isinstance(local, AsyncCollectiveTensor):  # an address before that is of nothing
         return local.wait()  # type: ignore[no-any-return]
     return local
+
+
+def local_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """:func:`local_tensor` of each; in a step, where no gradient is recorded, with nothing to call for most of them."""
+    tensors = list(tensors)
+    if torch.is_grad_enabled():
+        return [local_tensor(t) for t in tensors]
+    held = [t._local_tensor if type(t) is DTensor else t for t in tensors]
+    return held if _PLAIN.issuperset(map(type, held)) else [local_tensor(t) for t in tensors]
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -461,6 +475,21 @@ def local_gradient(param: Tensor) -> Tensor | None:
     if grad._spec is not param._spec and tuple(grad.placements) != tuple(param.placements):
         grad = grad.redistribute(param.device_mesh, param.placements)  # tensor parallel leaves some gradients whole
     return _local(grad)
+
+
+def local_gradients(params: Sequence[Tensor]) -> list[Tensor | None]:
+    """:func:`local_gradient` of each; of DTensors laid out as their parameters are with nothing to call."""
+    if torch.is_grad_enabled():
+        return [local_gradient(p) for p in params]
+    return [
+        local
+        if type(p) is DTensor
+        and type(grad := p.grad) is DTensor
+        and (grad._spec is p._spec or grad._spec.placements == p._spec.placements)
+        and type(local := grad._local_tensor) is Tensor
+        else local_gradient(p)
+        for p in params
+    ]
 
 
 def check_layout(name: str, param: Tensor, units: Sequence[Unit]) -> None:

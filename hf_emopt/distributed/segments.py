@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from hf_emopt.distributed.layout import Box
@@ -75,11 +76,11 @@ class Segment:
         """How the unit at a place in ``units`` is cut."""
         return self.cuts[place] if self.cuts else None
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         return tuple(stop - start for start, stop in self.box)
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return math.prod(self.shape)
 

@@ -12,13 +12,14 @@ records (then the kernels become part of that graph), for problems above ``_MAX_
 
 from __future__ import annotations
 
-import os
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from hf_emopt.linalg.triton.runtime import variable
 
 __all__ = ["DISABLE_VARIABLE", "clear", "recorded"]
 
@@ -48,7 +49,7 @@ def clear() -> None:
 
 def usable(batch: int, m: int, n: int, device: torch.device) -> bool:
     """Whether a problem with short side ``m`` is recorded at all."""
-    if device.type != "cuda" or os.environ.get(DISABLE_VARIABLE, "") not in ("", "0"):
+    if device.type != "cuda" or variable(DISABLE_VARIABLE) not in ("", "0"):
         return False
     return batch * (2 * m * n + 4 * m * m) <= _MAX_ELEMENTS and not torch.cuda.is_current_stream_capturing()
 

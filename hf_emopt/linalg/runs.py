@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from hf_emopt.linalg.triton.runtime import interpreting, supported
 __all__ = ["Runs", "all_finite", "contiguous_run", "fits", "runs_work", "whole_tensors"]
 
 Index = tuple[slice, ...]
+
+_dtype_of = operator.attrgetter("dtype")
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _KEPT_TABLES = 16
@@ -258,13 +261,13 @@ def _upload_stream(device: torch.device) -> torch.cuda.Stream:
 
 def _pointers(tensors: Sequence[Tensor]) -> tuple[int, ...]:
     """Where tensors of one dtype lie, and how wide their elements are."""
-    return (tensors[0].element_size() if tensors else 0, *[t.data_ptr() for t in tensors])
+    return (tensors[0].element_size() if tensors else 0, *map(Tensor.data_ptr, tensors))
 
 
 def _addresses(tensors: Sequence[Tensor], which: np.ndarray, offsets: np.ndarray) -> np.ndarray:
     if not tensors:
         return np.zeros(0, dtype=np.int64)
-    starts = np.array([t.data_ptr() for t in tensors], dtype=np.int64)
+    starts = np.array([*map(Tensor.data_ptr, tensors)], dtype=np.int64)
     return starts[which] + offsets * tensors[0].element_size()  # type: ignore[no-any-return]
 
 
@@ -275,8 +278,9 @@ def fits(tensors: Sequence[Tensor], device: torch.device) -> bool:
     dtype, first = tensors[0].dtype, tensors[0].device
     if dtype not in _DTYPES or first != device:
         return False
-    number = tensors[0].get_device()  # compares faster than devices do, and every tensor of a step comes by here
-    return all(t.dtype is dtype and t.get_device() == number and t.is_contiguous() for t in tensors)
+    # Every tensor of a step comes by here, so nothing of Python's runs for each of them.
+    alike = len(set(map(Tensor.get_device, tensors))) == 1 and len(set(map(_dtype_of, tensors))) == 1
+    return alike and all(map(Tensor.is_contiguous, tensors))
 
 
 @functools.lru_cache(maxsize=64)
@@ -289,7 +293,7 @@ def all_finite(tensors: Sequence[Tensor]) -> Tensor:
     """Scalar bool on the device: whether every number in contiguous tensors of one dtype and device is finite."""
     from hf_emopt.linalg.triton.run_launch import launch_finite
 
-    runs = whole_tensors(tuple(t.numel() for t in tensors))
+    runs = whole_tensors(tuple(map(Tensor.numel, tensors)))
     flag = torch.ones((), dtype=torch.int32, device=tensors[0].device)
     if len(runs):
         launch_finite(runs._prepared((tensors,), (), tensors[0].device), tensors, flag)

@@ -9,10 +9,11 @@ from __future__ import annotations
 import functools
 import json
 import math
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from hf_emopt.linalg.triton.runtime import variable
 
 __all__ = ["CANDIDATES", "Config", "Entry", "choose", "chosen_table", "load_table", "measured", "table_path"]
 
@@ -103,7 +104,7 @@ def family(architecture: int) -> int:
 def chosen_table() -> str:
     """Another table than the shipped ones, from the environment; empty for none. Read at every call, so that a
     measurement can change it."""
-    return os.environ.get(TABLE_VARIABLE, "")
+    return variable(TABLE_VARIABLE)
 
 
 def table_path(architecture: int) -> Path:

@@ -13,20 +13,47 @@ from contextlib import AbstractContextManager
 
 import torch
 
-__all__ = ["architecture", "interpreting", "kernels_disabled", "multiprocessors", "on", "supported", "triton_installed"]
+__all__ = [
+    "architecture",
+    "interpreting",
+    "kernels_disabled",
+    "multiprocessors",
+    "on",
+    "supported",
+    "triton_installed",
+    "variable",
+]
 
 DISABLE_VARIABLE = "HF_EMOPT_DISABLE_TRITON"
+_NOTHING: AbstractContextManager[object] = contextlib.nullcontext()
+
+
+def variable(name: str, default: str = "") -> str:
+    """A variable of the environment as it is now, so that a test or a debugging session can change it.
+
+    A step asks for some hundreds. ``os.environ.get`` encodes the name each time, and raises and catches an error where there is
+    no such variable; what ``os.environ`` is made of is a dictionary.
+    """
+    try:
+        found = os.environ._data.get(_encoded(name))  # type: ignore[attr-defined]
+    except AttributeError:  # another Python's, or a plain dictionary in its place
+        return os.environ.get(name, default)
+    return default if found is None else os.environ.decodevalue(found)
+
+
+@functools.cache
+def _encoded(name: str) -> str | bytes:
+    return os.environ.encodekey(name)
 
 
 def kernels_disabled() -> bool:
-    """``HF_EMOPT_DISABLE_TRITON`` is set to anything but ``""`` or ``"0"``. Read at every call, so that a test or a
-    debugging session can change it."""
-    return os.environ.get(DISABLE_VARIABLE, "") not in ("", "0")
+    """``HF_EMOPT_DISABLE_TRITON`` is set to anything but ``""`` or ``"0"``."""
+    return variable(DISABLE_VARIABLE) not in ("", "0")
 
 
 def interpreting() -> bool:
     """Kernels run on the CPU in Triton's interpreter (``TRITON_INTERPRET=1`` before the first import of Triton)."""
-    return os.environ.get("TRITON_INTERPRET", "") == "1"
+    return variable("TRITON_INTERPRET") == "1"
 
 
 @functools.cache
@@ -58,7 +85,7 @@ def multiprocessors(device: torch.device) -> int:
 def on(device: torch.device) -> AbstractContextManager[object]:
     """Makes a device the current one, where Triton launches and graphs are recorded: a model may lie on several."""
     if device.type != "cuda" or device.index in (None, torch.cuda.current_device()):
-        return contextlib.nullcontext()
+        return _NOTHING
     return torch.cuda.device(device)
 
 

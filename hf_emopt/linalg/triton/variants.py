@@ -10,8 +10,9 @@
 from __future__ import annotations
 
 import functools
-import os
 from typing import Literal, TypeAlias, get_args
+
+from hf_emopt.linalg.triton.runtime import variable
 
 __all__ = ["VARIABLE", "Variant", "chosen", "enabled"]
 
@@ -27,7 +28,7 @@ def chosen() -> frozenset[str]:
     Raises:
         ValueError: the variable names one that does not exist.
     """
-    return _parsed(os.environ.get(VARIABLE, _DEFAULT))
+    return _parsed(variable(VARIABLE, _DEFAULT))
 
 
 def enabled(variant: Variant) -> bool:
