@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -92,10 +94,12 @@ class Engine:
         self._councils: dict[frozenset[str], Council] = {}
         self._agreement = Agreement(None, frozenset())
         self._ok: dict[torch.device, Tensor | None] = {}
+        self._counts: tuple[Tensor, Tensor] | None = None
         self._exchanges: dict[tuple[Any, ...], Exchange] = {}
         self._channels: dict[torch.device, Channel] = {}
         self._kept: dict[tuple[Any, ...], Any] = {}
         self._local_states: dict[int, tuple[tuple[Any, ...], State]] = {}
+        self._bucket_states: dict[tuple[Any, ...], _BucketStates] = {}
         self._batches: dict[int, tuple[Batch, ...]] = {}
         self._teams: dict[tuple[int, ...], Any] = {}
         self._slots: dict[Matrix, tuple[int, ...]] = {}
@@ -197,7 +201,7 @@ class Engine:
             among: names of the parameters that this step is about; ``None`` for all.
         """
         self._follow_periods()
-        present = frozenset(name for name, p in self._named() if p.grad is not None)
+        present = frozenset([name for name, p in self._named() if p.grad is not None])
         flag = None
         for device_flag in finite.values():
             flag = device_flag if flag is None else flag & device_flag.to(flag.device)
@@ -236,9 +240,15 @@ class Engine:
         if not states:
             return
         steps = [state["step"] for state in states]
-        counted = torch.ones((), device=steps[0].device) if ok is None else ok.float()
+        counted = torch.ones((), device=steps[0].device) if ok is None else self._counted(ok)
         # A list, since adding one tensor to many makes torch wait for the device to read it.
         torch._foreach_add_(steps, [counted] * len(steps))
+
+    def _counted(self, ok: Tensor) -> Tensor:
+        """The verdict as a number; worked out once in a step on each device."""
+        if self._counts is None or self._counts[0] is not ok:
+            self._counts = ok, ok.float()
+        return self._counts[1]
 
     def generator(self, index: int, group: Group, device: torch.device, shard: int = 0) -> torch.Generator | None:
         """Noise for stochastic rounding: a function of the step, so that replicas agree and a resumed run repeats it."""
@@ -383,6 +393,20 @@ class Engine:
         self._local_states[id(param)] = entries, local
         return local
 
+    def bucket_states(self, index: int, bucket: Bucket, present: Sequence[int]) -> _BucketStates:
+        """:meth:`state_of` and :meth:`local_state` of some of a bucket's matrices; one object while they stay the same."""
+        key = (index, *present)
+        known = self._bucket_states.get(key)
+        if known is not None and known.still(self.state):
+            return known
+        if len(self._bucket_states) > _MAX_EXCHANGES:
+            self._bucket_states.clear()
+        params = [self.parameter(bucket, i) for i in present]
+        states = [self.state_of(bucket, i) for i in present]
+        local = {i: self.local_state(bucket, i) for i in present}
+        self._bucket_states[key] = _BucketStates(params, states, local)
+        return self._bucket_states[key]
+
     def owned_of(self, bucket: Bucket, i: int) -> list[Segment] | None:
         """This rank's segments of a parameter whose state lies with owners; ``None`` where it lies as the parameter does."""
         grid = self.grid_of_bucket(bucket)
@@ -476,6 +500,32 @@ class Engine:
         periods = tuple(self.rule.period(group) for group in self.groups if group["kind"] == "matrix")
         if periods != self._slots_for:
             self._slots, self._slots_for = plan_slots(self.plan, self.groups, self.rule), periods
+
+
+class _BucketStates:
+    """States of parameters that are stepped together, as ``state`` has them and as this rank holds them.
+
+    Attributes:
+        params: the parameters.
+        states: of each.
+        local: of each by its index in the bucket, without that of whole matrices.
+    """
+
+    def __init__(self, params: list[Tensor], states: list[State], local: dict[int, State]) -> None:
+        self.params, self.states, self.local = params, states, local
+        self._names = list(chain.from_iterable(states))
+        # Kept, so that no other tensor gets their identity.
+        self._entries = list(chain.from_iterable(map(dict.values, states)))
+
+    def still(self, state: dict[Tensor, Any]) -> bool:
+        """Whether ``state`` has the same dictionaries with the same tensors. In no step does Python look at each of them."""
+        now = list(map(state.get, self.params))
+        if not all(map(is_, now, self.states)):
+            return False
+        entries = list(chain.from_iterable(map(dict.values, self.states)))
+        if len(entries) != len(self._entries) or not all(map(is_, entries, self._entries)):
+            return False
+        return list(chain.from_iterable(self.states)) == self._names
 
 
 def _seed(index: int, group: Group, shard: int) -> int:

@@ -73,12 +73,14 @@ class Workplace:
         self, engine: Engine, index: int, bucket: Bucket, present: Sequence[int], owned: Sequence[Segment]
     ) -> None:
         self.engine, self.index, self.bucket, self.present, self.owned = engine, index, bucket, present, owned
-        self._params = [engine.parameter(bucket, i) for i in present]
-        self.sharded = is_sharded(self._params[0])
-        self.home = home_states(engine, bucket, present if self.sharded else sorted({s.parameter for s in owned}))
+        known = engine.bucket_states(index, bucket, present)
+        self.states, self.params = known.states, known.params
+        """State of all present parameters, as the optimizer has it."""
+        self.sharded = is_sharded(self.params[0])
+        self.home = known.local if self.sharded else {i: known.local[i] for i in sorted({s.parameter for s in owned})}
         self._fetched: InPlace | None = None
-        if is_offloaded(self._params[0]):  # which sharded parameters are, and no others
-            self._fetched = engine.fetch(self._params, self.parts(self.home))
+        if is_offloaded(self.params[0]):  # which sharded parameters are, and no others
+            self._fetched = engine.fetch(self.params, self.parts(self.home))
 
     @property
     def early(self) -> bool:
@@ -101,20 +103,20 @@ class Workplace:
             return [Part(p.weight, p.grad, states[i]) for p, i in zip(self._fetched.parts, self.present)]
         if not self.sharded:
             return owned_parts(self.engine, self.bucket, self.owned, states)
-        weights, grads = local_tensors(self._params), gradients(self._params)
+        weights, grads = local_tensors(self.params), gradients(self.params)
         return [Part(w, g, states[i]) for w, g, i in zip(weights, grads, self.present)]
 
     def lent_moments(self, group: Group, ok: Tensor | None) -> AbstractContextManager[dict[int, State]]:
         """Moments, for the phase that accumulates."""
         shard = self.engine.grid_of_bucket(self.bucket).shard
-        noise = self.engine.noise(self.index, group, compute_device(self._params[0]), shard)
+        noise = self.engine.noise(self.index, group, compute_device(self.params[0]), shard)
         name = ("moments", self.index)
         return lent_states(self.engine, name, self.bucket, self.home, is_moment, group, ok, noise)
 
     @contextmanager
     def weighed(self, group: Group, parts: Sequence[Part]) -> Iterator[Sequence[Part]]:
         """The parts with what 16-bit weights cannot hold, for the phase that steps them; wide ones have no such state."""
-        if not needs_master(self._params[0]):
+        if not needs_master(self.params[0]):
             yield parts
             return
         name = ("weights", self.index)

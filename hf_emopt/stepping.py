@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_emopt.distributed.assignment import MAX_BUCKET_NUMEL
-from hf_emopt.distributed.exchange import Exchange
+from hf_emopt.distributed.exchange import Exchange, Stacks
 from hf_emopt.distributed.layout import check_layout, is_sharded, local_tensor
 from hf_emopt.distributed.plan import Bucket, Segment
 from hf_emopt.engine import Engine, compute_device, is_offloaded
@@ -77,13 +77,12 @@ def step_bucket(engine: Engine, index: int, bucket: Bucket, present: Sequence[in
         group: hyperparameters as they are to be applied.
     """
     grid, watch = engine.grid_of_bucket(bucket), engine.watch
-    params = [engine.parameter(bucket, i) for i in present]
-    states = [engine.state_of(bucket, i) for i in present]
     roster = engine.kept("roster", index, present, lambda: Roster(engine, index, bucket, present))
-    owned, row = roster.owned, roster.row
+    owned, row, stacks = roster.owned, roster.row, roster.stacks
+    place = Workplace(engine, index, bucket, present, owned)
+    params, states = place.params, place.states
     rounds = [engine.next_round(state) for state in states] if engine.rule.scheduled else [1] * len(present)
     sharded = is_sharded(params[0])  # state lies as the parameter does, also where there is but one shard
-    place = Workplace(engine, index, bucket, present, owned)
     if place.early:
         yield
     place.wait()
@@ -99,14 +98,14 @@ def step_bucket(engine: Engine, index: int, bucket: Bucket, present: Sequence[in
                 watch.held(engine, bucket, present, owned, parts)
         yield
         targets = transform.make_room(params[0], exchange.dtype)
-        exchange.receive(arrival, targets)
+        exchange.receive(arrival, targets, stacks)
         stacked = transform.filled(targets)
     else:
         with place.lent_moments(group, ok) as lent:
             parts = place.parts(lent)
             passes = Passes(engine.rule, parts, group, ok)
             shard = grid.shard if sharded else None
-            homes = engine.kept("homes", index, present, lambda: _homes(bucket, owned, row, shard, parts))
+            homes = engine.kept("homes", index, present, lambda: _homes(bucket, roster, shard, parts))
             targets = transform.make_room(params[0]) if passes.possible(homes) else []
             if targets and passes.momentum(homes, targets):
                 stacked = transform.filled(targets)
@@ -119,12 +118,14 @@ def step_bucket(engine: Engine, index: int, bucket: Bucket, present: Sequence[in
                 watch.held(engine, bucket, present, owned, parts)
     updates = transform.run(stacked, watch)
     if watch is not None:
-        watch.bucket(engine, bucket, group, present, rounds, owned, updates, transform.scales)
-        watch.matrices(bucket, transform, updates)
+        apart = updates if stacks is None else stacks.apart(updates)
+        watch.bucket(engine, bucket, group, present, rounds, owned, apart, transform.scales)
+        watch.matrices(bucket, transform, apart)
     engine.count_step(states, engine.ok_on(states[0]["step"].device))
     warmup = engine.rule.warmup_rounds(group)
     moving = [k for k in range(len(present)) if rounds[k] > warmup]
-    yield from conclude(engine, index, bucket, present, passes, owned, updates, transform.scales, moving, place, homes)
+    scales = transform.scales
+    yield from conclude(engine, index, bucket, present, passes, owned, updates, scales, moving, place, homes, stacks)
     place.store()
 
 
@@ -140,18 +141,19 @@ def conclude(
     moving: Sequence[int],
     place: Workplace,
     homes: Runs | None = None,
+    stacks: Stacks | None = None,
 ) -> Task:
     """The rest of a bucket's step: owners' updates back to where the weights lie, and onto them.
 
     Args:
         passes: of what this rank accumulated.
-        updates: of the owned segments, ``scales`` what each is still to be multiplied by.
+        updates: of the owned segments, or ``stacks`` of them; ``scales`` what each is still to be multiplied by.
         moving: places in ``present`` of what is stepped at all.
         place: where the parts are.
-        homes: where each owned segment lies in the parts, where all of them are in one launch's reach.
+        homes: where each owned segment, in ``stacks`` if they are, lies in the parts, where all are in one launch's reach.
     """
     grid, group, ok, parts = engine.grid_of_bucket(bucket), passes.group, passes.ok, passes.parts
-    params = [engine.parameter(bucket, i) for i in present]
+    params = place.params
     sharded = is_sharded(params[0])
     row = {i: k for k, i in enumerate(present)}
     exchange = bucket_exchange(engine, index, bucket, present)
@@ -159,19 +161,19 @@ def conclude(
     generator = engine.generator(index, group, compute_device(params[0]), grid.shard)
     if exchange is None:
         if not (everyone and passes.apply(homes, parts, updates, scales)):
-            updates = _scaled(updates, scales)
+            updates = _scaled(updates, scales, stacks)
             with place.weighed(group, parts) as parts:
                 _apply([parts[k] for k in moving], [updates[k] for k in moving], group, ok, generator)
         return
     if not sharded and needs_master(params[0]):  # weights travel: what their dtype cannot hold stays with the owner
         awake = set(moving)
         applied = [k for k, s in enumerate(owned) if row[s.parameter] in awake]
-        updates = _scaled(updates, scales)
+        updates = _scaled(updates, scales, stacks)
         with place.weighed(group, parts) as parts:
             _apply([parts[k] for k in applied], [updates[k] for k in applied], group, ok, generator)
         yield from _gather([p.weight for p in parts], [local_tensor(p) for p in params], exchange)
         return
-    arrival = exchange.give(updates, scales)
+    arrival = exchange.give(updates, scales, stacks)
     if exchange.returns:
         yield
     if grid.replicas > 1:
@@ -195,9 +197,9 @@ def bucket_exchange(engine: Engine, index: int, bucket: Bucket, present: Sequenc
     return engine.exchange(index, bucket, present, exact=not is_sharded(param) and needs_master(param))
 
 
-def _scaled(updates: Sequence[Tensor], scales: Sequence[float]) -> list[Tensor]:
-    """Updates times what the transform has left to do."""
-    pairs = zip(updates, scales)
+def _scaled(updates: Sequence[Tensor], scales: Sequence[float], stacks: Stacks | None) -> list[Tensor]:
+    """Updates of segments times what the transform has left to do."""
+    pairs = zip(updates if stacks is None else stacks.apart(updates), scales)
     return [u if s == 1.0 else u.to(torch.promote_types(u.dtype, torch.float32)) * s for u, s in pairs]
 
 
@@ -222,20 +224,18 @@ def _within(segment: Segment, bucket: Bucket, shard: int) -> tuple[slice, ...]:
     raise AssertionError(f"shard {shard} does not hold segment {segment.box}")
 
 
-def _homes(
-    bucket: Bucket, owned: Sequence[Segment], row: dict[int, int], shard: int | None, parts: Sequence[Part]
-) -> Runs | None:
+def _homes(bucket: Bucket, roster: Roster, shard: int | None, parts: Sequence[Part]) -> Runs | None:
     """Where each owned segment lies in the parts: all of one where parts are the owned segments (``shard`` is ``None``)."""
     runs = []
-    for k, segment in enumerate(owned):
-        part = k if shard is None else row[segment.parameter]
+    for k, segment in enumerate(roster.owned):
+        part = k if shard is None else roster.row[segment.parameter]
         run: tuple[int, int] | None = (0, segment.numel)
         if shard is not None:
             run = contiguous_run(_within(segment, bucket, shard), parts[part].weight.shape)
         if run is None:
             return None
         runs.append((part, run[0], k, 0, segment.numel))
-    return Runs(runs)
+    return Runs(runs) if roster.stacks is None else Runs(runs).within(right=roster.stacks.places)
 
 
 # ---------------------------------------------------------------------- everything else

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from hf_emopt.distributed.exchange import Stacks
 from hf_emopt.distributed.plan import Batch, Bucket
 from hf_emopt.engine import Engine, compute_device
 from hf_emopt.linalg.runs import runs_work
@@ -38,6 +40,7 @@ class Roster:
         batches: the plan's, of all segments; those of parameters without a gradient are left out row by row.
         jobs: for each batch ``(index into owned, unit, matrices)`` of what takes part.
         whole: for each batch whether each job is all of its segment, in the segment's own order.
+        stacks: where the segments lie in the batches that anything takes part of, where that is so of all of them.
     """
 
     def __init__(self, engine: Engine, index: int, bucket: Bucket, present: Sequence[int]) -> None:
@@ -59,6 +62,17 @@ class Roster:
         self.whole = [
             all(_is_plain(unit) and len(self.owned[k].units) == 1 for k, unit, _ in jobs) for jobs in self.jobs
         ]
+        self.stacks = self._stacks() if all(self.whole) else None
+
+    def _stacks(self) -> Stacks:
+        shapes = tuple(segment.shape for segment in self.owned)
+        rows, places = [(0, 0, 0)] * len(shapes), [(0, 0)] * len(shapes)
+        for number, (batch, jobs) in enumerate((b, j) for b, j in zip(self.batches, self.jobs) if j):
+            start = 0
+            for k, _, size in jobs:
+                rows[k], places[k] = (number, start, size), (number, start * math.prod(batch.shape))
+                start += size
+        return Stacks(tuple(rows), shapes, tuple(places))
 
 
 class Transform:
@@ -87,7 +101,8 @@ class Transform:
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).to(device)
 
     def make_room(self, like: Tensor, wire: torch.dtype | None = None) -> list[Tensor]:
-        """A tensor for each owned segment, to be filled; where a batch's matrices are whole segments, rows of the batch.
+        """What is to be filled: the roster's stacks; where it has none a tensor for each owned segment, which is rows of a batch
+        where that has whole segments.
 
         Args:
             wire: dtype of what will arrive. Where it is narrow, and the rule reads that, the room has it.
@@ -95,6 +110,14 @@ class Transform:
         device, dtype = compute_device(like), torch.promote_types(like.dtype, torch.float32)
         if wire is not None and all(self._defers(b, device) for b in range(len(self.batches))):
             dtype = wire
+        if self.roster.stacks is not None:
+            self._rooms = [
+                torch.empty(sum([size for _, _, size in jobs]), *batch.shape, dtype=dtype, device=device)
+                if jobs
+                else None
+                for batch, jobs in zip(self.batches, self.roster.jobs)
+            ]
+            return [room for room in self._rooms if room is not None]
         targets = [torch.empty(0)] * len(self.owned)
         for batch, jobs, whole in zip(self.batches, self.roster.jobs, self.roster.whole):
             if not jobs or not whole:
@@ -117,18 +140,21 @@ class Transform:
 
     def filled(self, targets: Sequence[Tensor]) -> list[Tensor | None]:
         """As :meth:`stack`, of what :meth:`make_room` made."""
+        if self.roster.stacks is not None:
+            return self._rooms
         return [
             self._stacked(b, targets, targets[0].device) if room is None and targets else room
             for b, room in enumerate(self._rooms)
         ]
 
     def run(self, stacked: list[Tensor | None], watch: Watch | None = None) -> list[Tensor]:
-        """The update of each owned segment.
+        """The update of each owned segment, as the roster's stacks where it has them.
 
         Args:
             watch: measures the state of whole matrices after it.
         """
-        updates: list[Tensor | None] = [None] * len(self.owned)
+        together = self.roster.stacks is not None
+        updates: list[Tensor | None] = [] if together else [None] * len(self.owned)
         whole = len(self.owned) == len(self.every)
         for b, (batch, x) in enumerate(zip(self.batches, stacked)):
             key = (self.index, b)
@@ -140,6 +166,11 @@ class Transform:
                 out, scale = self._transformed(x, lent, b, key, whole)
                 if watch is not None:
                     watch.unit_state(self.bucket, self, b, lent[0])
+            if together:
+                updates.append(out)
+                for k, _, _ in jobs:
+                    self.scales[k] = scale
+                continue
             for part, (k, unit, _) in zip(out.split([size for _, _, size in jobs]), jobs):
                 if self.roster.whole[b] or (_is_plain(unit) and len(self.owned[k].units) == 1):
                     updates[k], self.scales[k] = part.reshape(self.owned[k].shape), scale

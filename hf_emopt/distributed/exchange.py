@@ -30,7 +30,7 @@ from hf_emopt.distributed.layout import Box, Grid, Storage
 from hf_emopt.distributed.plan import Bucket, Segment
 from hf_emopt.linalg.runs import Runs, contiguous_run, fits, runs_work
 
-__all__ = ["Arrival", "Exchange"]
+__all__ = ["Arrival", "Exchange", "Stacks"]
 
 Slices = tuple[slice, ...]
 Stage = Literal["sent", "received", "given", "taken"]
@@ -65,6 +65,26 @@ class _Piece:
     index: int
     where: Slices
     numel: int
+
+
+@dataclass(frozen=True)
+class Stacks:
+    """Segments as parts of a few tensors: matrices of one shape lie one after another in one ``(B, m, n)``.
+
+    Attributes:
+        rows: for each segment the number of its stack, its first matrix there, and how many.
+        shapes: of the segments.
+        places: for each segment the number of its stack and its first element there.
+    """
+
+    rows: tuple[tuple[int, int, int], ...]
+    shapes: tuple[tuple[int, ...], ...]
+    places: tuple[tuple[int, int], ...]
+
+    def apart(self, stacks: Sequence[Tensor]) -> list[Tensor]:
+        """Each segment; views of contiguous stacks."""
+        pairs = zip(self.rows, self.shapes)
+        return [stacks[number].narrow(0, start, count).reshape(shape) for (number, start, count), shape in pairs]
 
 
 class Exchange:
@@ -106,7 +126,7 @@ class Exchange:
         self._returned, self._given = self._held, self._asked
         if any(segment.gives is not None for segment in segments):
             self._narrow(segments, storages, row)
-        self._runs: dict[Stage, Runs | None] = {}
+        self._runs: dict[tuple[Stage, bool], Runs | None] = {}
         mine = grid.replica
         self._sizes = {
             "sent": _splits(self.pieces("sent")),
@@ -165,16 +185,22 @@ class Exchange:
         replicas = self._returned if self.grid.replicas > 1 else [self._returned[mine]]
         return [pieces for shards in replicas for pieces in shards]
 
-    def runs(self, stage: Stage, tensors: Sequence[Tensor]) -> Runs | None:
+    def runs(self, stage: Stage, tensors: Sequence[Tensor], stacks: Stacks | None = None) -> Runs | None:
         """The pieces of a stage as runs, tensors on the left and the buffer on the right.
 
         ``None`` where kernels do not run here, or a piece's elements do not follow one another in its tensor.
+
+        Args:
+            stacks: how the tensors hold the owned segments, where they are not these themselves.
         """
         if not runs_work(self.device):
             return None
-        if stage not in self._runs:
-            self._runs[stage] = _as_runs([p for run in self.pieces(stage) for p in run], tensors)
-        return self._runs[stage]
+        key = (stage, stacks is not None)  # which follow from the bucket and from who is present, as this exchange does
+        if key not in self._runs:
+            shapes = [t.shape for t in tensors] if stacks is None else stacks.shapes
+            runs = _as_runs([p for run in self.pieces(stage) for p in run], shapes)
+            self._runs[key] = runs if runs is None or stacks is None else runs.within(left=stacks.places)
+        return self._runs[key]
 
     def room(self, stage: Stage) -> Tensor:
         """An empty buffer of a stage."""
@@ -199,19 +225,22 @@ class Exchange:
             return Arrival(everything, _all_gather(everything, sizes, buffer, self.grid.shard_group, ranks), (buffer,))
         return self._all_to_all(buffer, self._sizes["held"], sizes)
 
-    def receive(self, arrival: Arrival, targets: Sequence[Tensor]) -> None:
-        """Waits for :meth:`send` and fills a tensor for each owned segment."""
-        self._unpack("received", arrival.wait(), targets)
+    def receive(self, arrival: Arrival, targets: Sequence[Tensor], stacks: Stacks | None = None) -> None:
+        """Waits for :meth:`send` and fills a tensor for each owned segment, or stacks of them."""
+        self._unpack("received", arrival.wait(), targets, stacks)
 
     # ------------------------------------------------------------------ updates back
 
-    def give(self, outputs: Sequence[Tensor], scales: Sequence[float] | None = None) -> Arrival:
+    def give(
+        self, outputs: Sequence[Tensor], scales: Sequence[float] | None = None, stacks: Stacks | None = None
+    ) -> Arrival:
         """Starts to return what owners made of their segments: to the shards, or, where all are whole, nowhere yet.
 
         Args:
-            scales: a factor on each output.
+            outputs: one for each segment, or ``stacks`` of them.
+            scales: a factor on each segment.
         """
-        buffer = self._packed("given", outputs, scales)
+        buffer = self._packed("given", outputs, scales, stacks)
         if not self.returns:
             return Arrival(buffer)
         return self._all_to_all(buffer, self._sizes["given"], self._sizes["returned"])
@@ -235,12 +264,20 @@ class Exchange:
 
     # ------------------------------------------------------------------ packing
 
-    def _packed(self, stage: Stage, tensors: Sequence[Tensor], scales: Sequence[float] | None = None) -> Tensor:
+    def _packed(
+        self,
+        stage: Stage,
+        tensors: Sequence[Tensor],
+        scales: Sequence[float] | None = None,
+        stacks: Stacks | None = None,
+    ) -> Tensor:
         buffer = self.room(stage)
-        runs = self.runs(stage, tensors)
+        runs = self.runs(stage, tensors, stacks)
         if runs is not None and fits([buffer], self.device) and fits(tensors, self.device):
             runs.to_right(tensors, [buffer], scales)
             return buffer
+        if stacks is not None:
+            tensors = stacks.apart(tensors)
         if scales is not None:
             tensors = [t.to(torch.promote_types(t.dtype, torch.float32)) * scale for t, scale in zip(tensors, scales)]
         flat = [p for run in self.pieces(stage) for p in run]
@@ -249,11 +286,13 @@ class Exchange:
             torch._foreach_copy_(parts, [tensors[p.index][p.where] for p in flat])
         return buffer
 
-    def _unpack(self, stage: Stage, buffer: Tensor, targets: Sequence[Tensor]) -> None:
-        runs = self.runs(stage, targets)
+    def _unpack(self, stage: Stage, buffer: Tensor, targets: Sequence[Tensor], stacks: Stacks | None = None) -> None:
+        runs = self.runs(stage, targets, stacks)
         if runs is not None and fits([buffer], self.device) and fits(targets, self.device):
             runs.to_left([buffer], targets)
             return
+        if stacks is not None:
+            targets = stacks.apart(targets)
         pieces = [p for run in self.pieces(stage) for p in run]
         if pieces:
             views = [targets[p.index][p.where] for p in pieces]
@@ -265,10 +304,10 @@ class Exchange:
         return Arrival(received, (work,), (buffer,))
 
 
-def _as_runs(pieces: Sequence[_Piece], tensors: Sequence[Tensor]) -> Runs | None:
+def _as_runs(pieces: Sequence[_Piece], shapes: Sequence[Sequence[int]]) -> Runs | None:
     runs, offset = [], 0
     for piece in pieces:
-        run = contiguous_run(piece.where, tensors[piece.index].shape)
+        run = contiguous_run(piece.where, shapes[piece.index])
         if run is None:
             return None
         runs.append((piece.index, run[0], 0, offset, run[1]))

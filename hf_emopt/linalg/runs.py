@@ -74,6 +74,8 @@ class Runs:
         table = np.array(runs, dtype=np.int64).reshape(-1, 5).T
         table = table[:, table[4] > 0]
         self.left, self.left_offset, self.right, self.right_offset, self.numel = table
+        # By what scales are counted, also where tensors are parts of larger ones.
+        self._left_part, self._right_part = self.left, self.right
         self._chunks: dict[tuple[torch.device, int], _Chunks] = {}
         self._tables: OrderedDict[Hashable, Prepared] = OrderedDict()
         self._scales: dict[tuple[torch.device, tuple[float, ...]], Tensor] = {}
@@ -81,6 +83,27 @@ class Runs:
 
     def __len__(self) -> int:
         return len(self.numel)
+
+    def within(
+        self, *, left: Sequence[tuple[int, int]] | None = None, right: Sequence[tuple[int, int]] | None = None
+    ) -> Runs:
+        """The same where tensors of a list are contiguous parts of larger ones, which then are the list.
+
+        Scales are still one for each part.
+
+        Args:
+            left, right: for each tensor of that list ``(number of the larger one, offset in it)``; ``None`` where they are as
+                they are.
+        """
+        runs = Runs([*zip(self.left, self.left_offset, self.right, self.right_offset, self.numel)])
+        if left is not None and len(runs):
+            where = np.array(left, dtype=np.int64)[self.left]
+            runs.left, runs.left_offset = where[:, 0], self.left_offset + where[:, 1]
+        if right is not None and len(runs):
+            where = np.array(right, dtype=np.int64)[self.right]
+            runs.right, runs.right_offset = where[:, 0], self.right_offset + where[:, 1]
+        runs._left_part, runs._right_part = self._left_part, self._right_part
+        return runs
 
     # ------------------------------------------------------------------ passes
 
@@ -110,13 +133,13 @@ class Runs:
     def to_right(self, left: Sequence[Tensor], right: Sequence[Tensor], scales: Sequence[float] | None = None) -> None:
         """Copies with a cast, times one float32 scale for each left tensor if given."""
         if len(self):
-            self._copy(self._prepared((left,), (right,), right[0].device), left, right, scales, self.left)
+            self._copy(self._prepared((left,), (right,), right[0].device), left, right, scales, self._left_part)
 
     def to_left(self, right: Sequence[Tensor], left: Sequence[Tensor], scales: Sequence[float] | None = None) -> None:
         """Copies with a cast, times one float32 scale for each right tensor if given."""
         if len(self):
             prepared = self._prepared((left,), (right,), left[0].device, right_first=True)
-            self._copy(prepared, right, left, scales, self.right)
+            self._copy(prepared, right, left, scales, self._right_part)
 
     def apply(
         self,
@@ -145,7 +168,7 @@ class Runs:
 
         device = weights[0].device
         prepared = self._prepared((weights,), (updates,), device)
-        factors = None if scales is None else self._scale_table(scales, self.right, device)
+        factors = None if scales is None else self._scale_table(scales, self._right_part, device)
         decay = 0 if shrink == 0.0 else 3 if cautious else 2 if after else 1
         launch_apply(prepared, weights, updates, factors, lr, shrink, decay, ok)
 

@@ -31,8 +31,8 @@ _NOTHING: AbstractContextManager[object] = contextlib.nullcontext()
 def variable(name: str, default: str = "") -> str:
     """A variable of the environment as it is now, so that a test or a debugging session can change it.
 
-    A step asks for some hundreds. ``os.environ.get`` encodes the name each time, and raises and catches an error where there is
-    no such variable; what ``os.environ`` is made of is a dictionary.
+    A step asks some hundreds of times. ``os.environ.get`` encodes the name each time, and raises and catches an error where
+    there is no such variable; what ``os.environ`` is made of is a dictionary.
     """
     try:
         found = os.environ._data.get(_encoded(name))  # type: ignore[attr-defined]
