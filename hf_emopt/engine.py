@@ -100,6 +100,7 @@ class Engine:
         self._kept: dict[tuple[Any, ...], Any] = {}
         self._local_states: dict[int, tuple[tuple[Any, ...], State]] = {}
         self._bucket_states: dict[tuple[Any, ...], _BucketStates] = {}
+        self._own_states: dict[tuple[int, int], _BucketStates] = {}
         self._batches: dict[int, tuple[Batch, ...]] = {}
         self._teams: dict[tuple[int, ...], Any] = {}
         self._slots: dict[Matrix, tuple[int, ...]] = {}
@@ -407,6 +408,19 @@ class Engine:
         self._bucket_states[key] = _BucketStates(params, states, local)
         return self._bucket_states[key]
 
+    def own_states(self, key: tuple[int, int], params: list[Tensor], group: Group) -> list[State]:
+        """:meth:`ready_state` of parameters that are stepped element by element, as this rank holds it.
+
+        Args:
+            key: of the parameters that are stepped together, mostly the same in every step.
+        """
+        known = self._own_states.get(key)
+        if known is None or not known.still(self.state, params):
+            states = [self.ready_state(p, group) for p in params]
+            local = {i: {k: local_tensor(v) for k, v in state.items()} for i, state in enumerate(states)}
+            known = self._own_states[key] = _BucketStates(list(params), states, local)
+        return [{**state} for state in known.local.values()]
+
     def owned_of(self, bucket: Bucket, i: int) -> list[Segment] | None:
         """This rank's segments of a parameter whose state lies with owners; ``None`` where it lies as the parameter does."""
         grid = self.grid_of_bucket(bucket)
@@ -517,8 +531,13 @@ class _BucketStates:
         # Kept, so that no other tensor gets their identity.
         self._entries = list(chain.from_iterable(map(dict.values, states)))
 
-    def still(self, state: dict[Tensor, Any]) -> bool:
-        """Whether ``state`` has the same dictionaries with the same tensors. In no step does Python look at each of them."""
+    def still(self, state: dict[Tensor, Any], params: list[Tensor] | None = None) -> bool:
+        """Whether ``state`` has the same dictionaries with the same tensors, and ``params``, if given, are the parameters.
+
+        This is asked in every step, so nothing of Python's runs for each of them.
+        """
+        if params is not None and (len(params) != len(self.params) or not all(map(is_, params, self.params))):
+            return False
         now = list(map(state.get, self.params))
         if not all(map(is_, now, self.states)):
             return False

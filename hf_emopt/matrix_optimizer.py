@@ -57,6 +57,8 @@ from hf_emopt.validation import (
 __all__ = ["MatrixOptimizer"]
 
 _kind_of = attrgetter("shape", "dtype", "device")
+_device_of = attrgetter("device")
+_is_sparse = attrgetter("is_sparse")
 
 
 class MatrixOptimizer(torch.optim.Optimizer):
@@ -462,14 +464,18 @@ class MatrixOptimizer(torch.optim.Optimizer):
             if (grad := param.grad) is not None
         ]
         grads = local_tensors([grad for _, grad in given])
-        by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
-        for (name, _), grad in zip(given, grads):
-            if grad.is_sparse:
-                raise RuntimeError(f"{name} has a sparse gradient; use an embedding with sparse=False")
-            if grad.numel():
-                by_device[grad.device].append(grad)
+        if any(map(_is_sparse, grads)):
+            name = next(name for (name, _), grad in zip(given, grads) if grad.is_sparse)
+            raise RuntimeError(f"{name} has a sparse gradient; use an embedding with sparse=False")
         if not self.skip_nonfinite or (self._flattened is not None and self._flattened.checked):
             return {}
+        by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
+        if len(set(map(_device_of, grads))) == 1 and all(map(Tensor.numel, grads)):
+            by_device[grads[0].device] = grads
+        else:
+            for grad in grads:
+                if grad.numel():
+                    by_device[grad.device].append(grad)
         return {device: finite(grads, device) for device, grads in by_device.items()}
 
     # ------------------------------------------------------------------ checkpoints

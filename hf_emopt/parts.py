@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -38,7 +38,6 @@ def home_states(engine: Engine, bucket: Bucket, which: Sequence[int]) -> dict[in
     return {i: engine.local_state(bucket, i) for i in which}
 
 
-@contextmanager
 def lent_states(
     engine: Engine,
     name: tuple[Any, ...],
@@ -48,11 +47,24 @@ def lent_states(
     group: Group,
     ok: Tensor | None = None,
     noise: Callable[[], torch.Generator] | None = None,
-) -> Iterator[dict[int, State]]:
+) -> AbstractContextManager[dict[int, State]]:
     """States of a bucket's parameters as a phase needs them; see :meth:`~hf_emopt.stored.Lender.lent`."""
-    if not home:
-        yield home
-        return
+    if not home or engine.lender.lends_as_kept(group):
+        return nullcontext(home)
+    return _lent_states(engine, name, bucket, home, wanted, group, ok, noise)
+
+
+@contextmanager
+def _lent_states(
+    engine: Engine,
+    name: tuple[Any, ...],
+    bucket: Bucket,
+    home: dict[int, State],
+    wanted: Callable[[str], bool],
+    group: Group,
+    ok: Tensor | None,
+    noise: Callable[[], torch.Generator] | None,
+) -> Iterator[dict[int, State]]:
     param, states = engine.parameter(bucket, next(iter(home))), list(home.values())
     args = (name, states, compute_device(param), wanted, state_dtype(param), group, ok, noise, is_offloaded(param))
     with engine.lender.lent(*args) as lent:
@@ -76,7 +88,7 @@ class Workplace:
         known = engine.bucket_states(index, bucket, present)
         self.states, self.params = known.states, known.params
         """State of all present parameters, as the optimizer has it."""
-        self.sharded = is_sharded(self.params[0])
+        self.sharded, self.device = is_sharded(self.params[0]), compute_device(self.params[0])
         self.home = known.local if self.sharded else {i: known.local[i] for i in sorted({s.parameter for s in owned})}
         self._fetched: InPlace | None = None
         if is_offloaded(self.params[0]):  # which sharded parameters are, and no others
@@ -109,7 +121,7 @@ class Workplace:
     def lent_moments(self, group: Group, ok: Tensor | None) -> AbstractContextManager[dict[int, State]]:
         """Moments, for the phase that accumulates."""
         shard = self.engine.grid_of_bucket(self.bucket).shard
-        noise = self.engine.noise(self.index, group, compute_device(self.params[0]), shard)
+        noise = self.engine.noise(self.index, group, self.device, shard)
         name = ("moments", self.index)
         return lent_states(self.engine, name, self.bucket, self.home, is_moment, group, ok, noise)
 

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from hf_emopt.distributed.assignment import MAX_BUCKET_NUMEL
 from hf_emopt.distributed.exchange import Exchange, Stacks
-from hf_emopt.distributed.layout import check_layout, is_sharded, local_tensor
+from hf_emopt.distributed.layout import check_layout, is_sharded, local_tensor, local_tensors
 from hf_emopt.distributed.plan import Bucket, Segment
 from hf_emopt.engine import Engine, compute_device, is_offloaded
 from hf_emopt.linalg.runs import Runs, contiguous_run
-from hf_emopt.parts import AUX_PIECES, Workplace, gradient, home_states, lent_states, owned_parts
+from hf_emopt.parts import AUX_PIECES, Workplace, gradients, home_states, lent_states, owned_parts
 from hf_emopt.passes import Part, Passes
 from hf_emopt.rules.base import Group, state_dtype
 from hf_emopt.rules.elementwise import adamw_step, apply_updates
@@ -86,9 +86,9 @@ def step_bucket(engine: Engine, index: int, bucket: Bucket, present: Sequence[in
     if place.early:
         yield
     place.wait()
-    ok = engine.ok_on(compute_device(params[0]))
+    ok = engine.ok_on(place.device)
     exchange, homes = bucket_exchange(engine, index, bucket, present), None
-    transform = Transform(engine, index, bucket, roster, group, {i: rounds[k] for i, k in row.items()})
+    transform = Transform(engine, index, bucket, roster, group, {i: rounds[k] for i, k in row.items()}, place.device)
     if sharded and exchange is not None and exchange.travels:
         with place.lent_moments(group, ok) as lent:
             parts = place.parts(lent)
@@ -113,7 +113,7 @@ def step_bucket(engine: Engine, index: int, bucket: Bucket, present: Sequence[in
                 messages = passes.messages()
                 if sharded:
                     messages = [messages[row[s.parameter]][_within(s, bucket, grid.shard)] for s in owned]
-                stacked = place.apart(transform.stack(messages, params[0]), lent)
+                stacked = place.apart(transform.stack(messages), lent)
             if watch is not None:
                 watch.held(engine, bucket, present, owned, parts)
     updates = transform.run(stacked, watch)
@@ -158,7 +158,7 @@ def conclude(
     row = {i: k for k, i in enumerate(present)}
     exchange = bucket_exchange(engine, index, bucket, present)
     everyone = len(moving) == len(present)
-    generator = engine.generator(index, group, compute_device(params[0]), grid.shard)
+    generator = engine.generator(index, group, place.device, grid.shard)
     if exchange is None:
         if not (everyone and passes.apply(homes, parts, updates, scales)):
             updates = _scaled(updates, scales, stacks)
@@ -287,8 +287,9 @@ def step_own_aux(engine: Engine, group_index: int, group: Group, present: frozen
 
 def _step_own_parts(engine: Engine, group_index: int, group: Group, params: list[Tensor], number: int) -> Task:
     device = compute_device(params[0])
-    states = [{k: local_tensor(v) for k, v in engine.ready_state(p, group).items()} for p in params]
-    fetched = engine.fetch(params, [Part(local_tensor(p), gradient(p), s) for p, s in zip(params, states)], ("step",))
+    states = engine.own_states((group_index, number), params, group)
+    held = zip(local_tensors(params), gradients(params), states)
+    fetched = engine.fetch(params, [Part(weight, grad, state) for weight, grad, state in held], ("step",))
     if fetched.early:
         yield
     parts = fetched.wait()

@@ -7,7 +7,7 @@ phase of a step takes.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Literal
 
 import torch
@@ -173,7 +173,10 @@ class Lender:
         home = home_of(local, device)
         return value if home is local else laid_out(home, value, value.shape)
 
-    @contextmanager
+    def lends_as_kept(self, group: Group, here_already: bool = False) -> bool:
+        """Whether :meth:`lent` hands out the states themselves: neither packed nor offloaded."""
+        return group["state_dtype"] == "float32" and (here_already or self.offload is None)
+
     def lent(
         self,
         name: Hashable,
@@ -185,7 +188,7 @@ class Lender:
         ok: Tensor | None = None,
         noise: Callable[[], torch.Generator] | None = None,
         here_already: bool = False,
-    ) -> Iterator[list[State]]:
+    ) -> AbstractContextManager[list[State]]:
         """States of which the wanted entries are on the device, moments in dtype ``wide``, and may be written to.
 
         What is in them is kept when the block ends, and gone from the dictionaries.
@@ -201,11 +204,25 @@ class Lender:
             noise: makes a generator on the device for the rounding of moments.
             here_already: they are copies on the device, brought with their parameters.
         """
-        packed = group["state_dtype"] != "float32"
+        if self.lends_as_kept(group, here_already):
+            return nullcontext(list(states))
         offload = None if here_already else self.offload
-        if not packed and offload is None:
-            yield list(states)
-            return
+        return self._lent(offload, name, states, device, wanted, wide, group, ok, noise)
+
+    @contextmanager
+    def _lent(
+        self,
+        offload: StateOffload | None,
+        name: Hashable,
+        states: Sequence[State],
+        device: torch.device,
+        wanted: Callable[[str], bool],
+        wide: torch.dtype,
+        group: Group,
+        ok: Tensor | None,
+        noise: Callable[[], torch.Generator] | None,
+    ) -> Iterator[list[State]]:
+        packed = group["state_dtype"] != "float32"
         here = [{k: v for k, v in s.items() if wanted(k) and moves(k)} for s in states]
         flat = [value for s in here for value in s.values()]
         offload = offload if flat else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hf_emopt.distributed.exchange import Stacks
 from hf_emopt.distributed.plan import Batch, Bucket
-from hf_emopt.engine import Engine, compute_device
+from hf_emopt.engine import Engine
 from hf_emopt.linalg.runs import runs_work
 from hf_emopt.routing.unit import Unit
 from hf_emopt.rules.base import Clock, Group, Shard
@@ -79,20 +79,27 @@ class Transform:
     """Whole matrices of one rank's segments in, updates of the segments out."""
 
     def __init__(
-        self, engine: Engine, index: int, bucket: Bucket, roster: Roster, group: Group, rounds: dict[int, int]
+        self,
+        engine: Engine,
+        index: int,
+        bucket: Bucket,
+        roster: Roster,
+        group: Group,
+        rounds: dict[int, int],
+        device: torch.device,
     ) -> None:
         self.engine, self.index, self.bucket, self.roster = engine, index, bucket, roster
-        self.owned, self.group, self.rounds = roster.owned, group, rounds
+        self.owned, self.group, self.rounds, self._device = roster.owned, group, rounds, device
         self.grid = engine.grid_of_bucket(bucket)
         self.every, self.owned_at, self.batches = roster.every, roster.owned_at, roster.batches
         self._rooms: list[Tensor | None] = []
+        self._kernels = runs_work(device)
         self.scales = [1.0] * len(self.owned)
         """What each update is still to be multiplied by."""
 
-    def stack(self, inputs: Sequence[Tensor], like: Tensor) -> list[Tensor | None]:
+    def stack(self, inputs: Sequence[Tensor]) -> list[Tensor | None]:
         """One ``(B, m, n)`` for each batch, of the owned segments; ``None`` where none of a batch takes part."""
-        device = compute_device(like)
-        return [self._stacked(b, inputs, device) for b in range(len(self.batches))]
+        return [self._stacked(b, inputs, self._device) for b in range(len(self.batches))]
 
     def _stacked(self, b: int, inputs: Sequence[Tensor], device: torch.device) -> Tensor | None:
         parts = [unit.extract(inputs[k]) for k, unit, _ in self.roster.jobs[b]]
@@ -101,14 +108,14 @@ class Transform:
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).to(device)
 
     def make_room(self, like: Tensor, wire: torch.dtype | None = None) -> list[Tensor]:
-        """What is to be filled: the roster's stacks; where it has none a tensor for each owned segment, which is rows of a batch
+        """What is to be filled: the roster's stacks; where it has none, a tensor for each owned segment, rows of a batch
         where that has whole segments.
 
         Args:
             wire: dtype of what will arrive. Where it is narrow, and the rule reads that, the room has it.
         """
-        device, dtype = compute_device(like), torch.promote_types(like.dtype, torch.float32)
-        if wire is not None and all(self._defers(b, device) for b in range(len(self.batches))):
+        device, dtype = self._device, torch.promote_types(like.dtype, torch.float32)
+        if wire is not None and all(map(self._defers, range(len(self.batches)))):
             dtype = wire
         if self.roster.stacks is not None:
             self._rooms = [
@@ -133,10 +140,10 @@ class Transform:
             self._rooms.append(room)
         return targets
 
-    def _defers(self, b: int, device: torch.device) -> bool:
+    def _defers(self, b: int) -> bool:
         """Whether updates of a batch leave the transform without their scale, for the next pass to multiply by."""
         possible = self.roster.whole[b] and self.batches[b].cut is None and self.engine.rule.defers_scale(self.group)
-        return possible and runs_work(device)
+        return possible and self._kernels
 
     def filled(self, targets: Sequence[Tensor]) -> list[Tensor | None]:
         """As :meth:`stack`, of what :meth:`make_room` made."""
@@ -184,6 +191,8 @@ class Transform:
 
     def _lent(self, key: tuple[int, int], storage: State, x: Tensor) -> AbstractContextManager[list[State]]:
         """State of a batch while it is transformed."""
+        if self.engine.lender.lends_as_kept(self.group):
+            return nullcontext([storage])
         noise = self.engine.noise(self.index, self.group, x.device, self.grid.shard, 1 + key[1])
         ok, wide = self.engine.ok_on(x.device), torch.promote_types(x.dtype, torch.float32)
         return self.engine.lender.lent(
@@ -201,7 +210,7 @@ class Transform:
             index = {name: self.engine.rows(rows, value.device) for name, value in storage.items()}
             unit_state = {name: value[index[name]] for name, value in storage.items()}
         out, scale = self._transform(x, unit_state, b, key if whole else None)
-        if runs_work(out.device):  # tall matrices may come out transposed, and the next pass reads along memory
+        if self._kernels:  # tall matrices may come out transposed, and the next pass reads along memory
             out = out.contiguous()
         if not whole:
             for name, value in unit_state.items():
@@ -214,7 +223,7 @@ class Transform:
         clock = self._clock(batch, key)
         cut, first = batch.cut, not batch.copy
         scale = 1.0
-        if self._defers(b, x.device):
+        if self._defers(b):
             out, scale = rule.transform_unscaled(x, unit_state, self.group, ok, clock)
         elif cut is None:
             out = rule.transform(x, unit_state, self.group, ok, clock)

@@ -8,8 +8,9 @@ arXiv 2409.20325). Directions whose singular value is zero stay zero.
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -101,11 +102,8 @@ def newton_schulz(
             where it has no meaning, or the Gram form in bfloat16 or with a normalization or set it does not have.
     """
     _check_input(x)
-    if dtype is not None:
-        _check_dtype(dtype)
-    resolved = resolve_coefficients(coefficients, steps)
-    floor = _check_normalization(normalization, eps, resolved)
-    _check_method(method, dtype, normalization, resolved)
+    arguments = (coefficients, steps, dtype, eps, normalization, method)
+    resolved, floor = (_checked if torch.compiler.is_compiling() else _checked_once)(*arguments)
     kernels = normalization == "scale_free" and resolved.scaling == "frobenius" and _kernels_pay(x.device)
     if dtype is None:
         half = x.device.type == "cuda" and (kernels or method == "gram")
@@ -132,6 +130,34 @@ def newton_schulz(
     else:
         y = _iterate_unfused(_normalize_add(matrices, resolved.safety_factor, dtype, floor), resolved)
     return (y.mT if tall else y).reshape(shape)
+
+
+def _checked(
+    coefficients: CoefficientSpec,
+    steps: int | None,
+    dtype: torch.dtype | None,
+    eps: float | None,
+    normalization: Normalization,
+    method: Method,
+) -> tuple[ResolvedCoefficients, float]:
+    """The coefficients and the floor of the norm, of arguments that are right."""
+    if dtype is not None:
+        _check_dtype(dtype)
+    resolved = resolve_coefficients(coefficients, steps)
+    floor = _check_normalization(normalization, eps, resolved)
+    _check_method(method, dtype, normalization, resolved)
+    return resolved, floor
+
+
+_remembered = functools.lru_cache(maxsize=256, typed=True)(_checked)
+
+
+def _checked_once(*arguments: Any) -> tuple[ResolvedCoefficients, float]:
+    """As :func:`_checked`, which an optimizer asks the same in every step."""
+    try:
+        return _remembered(*arguments)
+    except TypeError:  # a list of coefficients; or what is wrong, of which the message is to tell
+        return _checked(*arguments)
 
 
 def _check_input(x: Tensor) -> None:

@@ -56,10 +56,11 @@ def adamw_step(
     else:
         beta1, beta2 = group["betas"]
         # The fused kernel walks memory, not indices: all of a parameter's tensors are seen in the order of its weight's.
-        orders = [_memory_order(w) for w in weights]
         moments = [[s[key] for s in states] for key in ("exp_avg", "exp_avg_sq")]
         changed = [*weights, *moments[0], *moments[1]]
-        rows = [_in_order(t, order) for t, order in zip(changed, orders * 3)]
+        plain = all(map(Tensor.is_contiguous, changed))  # as nearly always
+        orders = [None] * len(weights) if plain else [_memory_order(w) for w in weights]
+        rows = changed if plain else [_in_order(t, order) for t, order in zip(changed, orders * 3)]
         count = len(weights)
         adamw(
             rows[:count],

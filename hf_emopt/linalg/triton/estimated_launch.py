@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable
 from typing import Any
 
@@ -24,12 +25,7 @@ def estimated_cast(x: Tensor, factor: float, out: Tensor, correction: Tensor) ->
     from hf_emopt.linalg.triton.estimated_kernels import correct_kernel, estimated_cast_kernel
 
     batch, size, device = x.shape[0], x.shape[1] * x.shape[2], x.device
-    parts = -(-size // _BLOCK)
-    # Several programs for every multiprocessor, and of large matrices several blocks a program.
-    per_program = 1
-    while per_program < 8 and batch * parts >= 16 * per_program * multiprocessors(device):
-        per_program *= 2
-    programs = -(-parts // per_program)
+    parts, per_program, programs, correcting = _programs(batch, size, device)
     exponents = torch.empty(batch * (parts + 1), dtype=torch.int32, device=device)
     sums = torch.empty(batch * (parts + 1), dtype=torch.float32, device=device)
     partial = (exponents, sums, exponents[batch * parts :], sums[batch * parts :])
@@ -41,10 +37,20 @@ def estimated_cast(x: Tensor, factor: float, out: Tensor, correction: Tensor) ->
     launch(
         estimated_cast_kernel, ("estimated", special, per_program, device), batch * programs, arguments, options, device
     )
-    # Mostly these read the sums and are done.
-    programs = max(1, min(parts, 2 * multiprocessors(device) // batch))
-    integers = (size, parts, programs, x.stride(0), out.stride(0))
+    integers = (size, parts, correcting, x.stride(0), out.stride(0))
     together = 1024 if parts <= 1024 else 4096
     key = ("correct", specialization((x, out, correction, *partial), integers), together, device)
     arguments = (x, out, correction, *partial, *integers, factor, _BLOCK, together)
-    launch(correct_kernel, key, batch * programs, arguments, options, device)
+    launch(correct_kernel, key, batch * correcting, arguments, options, device)
+
+
+@functools.lru_cache(maxsize=1024)
+def _programs(batch: int, size: int, device: torch.device) -> tuple[int, int, int, int]:
+    """Blocks of a matrix, blocks of a program, programs of a matrix, and programs that correct one."""
+    parts = -(-size // _BLOCK)
+    # Several programs for every multiprocessor, and of large matrices several blocks a program.
+    per_program = 1
+    while per_program < 8 and batch * parts >= 16 * per_program * multiprocessors(device):
+        per_program *= 2
+    # Mostly those that correct read the sums and are done.
+    return parts, per_program, -(-parts // per_program), max(1, min(parts, 2 * multiprocessors(device) // batch))
