@@ -20,7 +20,7 @@ if not INTERPRETING:
 
 if INTERPRETING:
     from harness import World
-    from zoo import assert_close, build, single, steps_of, train, weights, wrap, zoo
+    from zoo import assert_close, backward, build, single, steps_of, train, weights, wrap, zoo
 
     def launches(rule: str, layout: str, steps: int) -> dict[str, Any]:
         """Weights after some steps, and how often each kernel was launched for a bucket of matrices."""
@@ -42,6 +42,32 @@ if INTERPRETING:
             run_launch._launch = plain
         buckets = len(optimizer._current_engine().plan.buckets)
         return {"weights": weights(model), "counts": dict(counts), "buckets": buckets}
+
+    def coming_and_going(layout: str) -> dict[str, Any]:
+        """Weights after steps in which parameters take part or do not, with rates that change."""
+        model = zoo() if layout == "single" else wrap(zoo(), layout)
+        optimizer = build(model, "muon")
+        matrices = [name for name, param in model.named_parameters() if param.ndim >= 2]
+        for step, idle in enumerate(([], matrices[::2], matrices[:1], [], matrices[1::2], [])):
+            backward(model, step)
+            for name, param in model.named_parameters():
+                if name in idle:
+                    param.grad = None
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.8
+            optimizer.step()
+            optimizer.zero_grad()
+        return weights(model)
+
+    @pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
+    def test_what_is_kept_for_the_parameters_that_took_part(two: World, layout: str) -> None:
+        os.environ["HF_EMOPT_DISABLE_TRITON"] = "1"
+        try:
+            wanted = coming_and_going("single")
+        finally:
+            del os.environ["HF_EMOPT_DISABLE_TRITON"]
+        for found in two.run(coming_and_going, layout=layout):
+            assert_close(found, wanted, 1e-5)
 
     @pytest.mark.parametrize("layout", ["ddp", "fsdp2", "hsdp"])
     @pytest.mark.parametrize("rule", ["muon", "soap"])

@@ -145,6 +145,35 @@ if INTERPRETING:
             values[place[0]].view(-1)[place[1]] = bad
         assert bool(all_finite(values)) is (bad is None)
 
+    @pytest.mark.parametrize("scaled", [False, True])
+    def test_tensors_that_are_parts_of_larger_ones(scaled: bool) -> None:
+        """Lists of two stacks, of which the tensors are rows in another order: the same numbers, and scales by tensor."""
+        sizes, where = [32, 48, 16, 5], [(1, 0), (0, 16), (0, 0), (1, 32)]
+        runs = Runs([(k, 0, 0, 10 + sum(sizes[:k]), size) for k, size in enumerate(sizes)])
+        stacks = [torch.randn(64), torch.randn(37)]
+        apart = [stacks[s][start : start + size].clone() for (s, start), size in zip(where, sizes)]
+        scales = [0.5, 2.0, 3.0, 0.25] if scaled else None
+        wanted, found = torch.zeros(120), torch.zeros(120)
+        runs.to_right(apart, [wanted], scales)
+        runs.within(left=where).to_right(stacks, [found], scales)
+        assert torch.equal(found, wanted)
+        assert int((wanted != 0).sum()) == sum(sizes)
+        back = [torch.zeros(64), torch.zeros(37)]
+        runs.within(left=where).to_left([found], back)
+        for (s, start), size, k in zip(where, sizes, range(4)):
+            assert torch.equal(back[s][start : start + size], apart[k] * (scales[k] if scales else 1.0))
+        weights = [torch.randn(size) for size in sizes]
+        turned = Runs([(k, 0, k, 0, size) for k, size in enumerate(sizes)])
+        ours, theirs = [w.clone() for w in weights], [w.clone() for w in weights]
+        turned.apply(theirs, apart, 0.1, 0.3, None, scales)
+        turned.within(right=where).apply(ours, stacks, 0.1, 0.3, None, scales)
+        for a, b, before in zip(ours, theirs, weights):
+            assert torch.equal(a, b)
+            assert not torch.equal(a, before)
+
+    def test_parts_of_nothing() -> None:
+        Runs([]).within(left=[], right=[]).to_left([], [])
+
     def test_no_runs() -> None:
         Runs([]).to_right([], [])
         assert bool(all_finite([torch.empty(0)]))
