@@ -147,11 +147,11 @@ def owned_parts(engine: Engine, bucket: Bucket, owned: Sequence[Segment], states
     """The segments that this rank owns of parameters that it holds whole."""
     parts = []
     offsets: dict[int, int] = defaultdict(int)
-    for segment in owned:
-        param, state = engine.parameter(bucket, segment.parameter), states[segment.parameter]
-        grad = gradient(param)
-        if segment.shape == tuple(param.shape):
-            parts.append(Part(local_tensor(param), grad, state))
+    params = [engine.parameter(bucket, segment.parameter) for segment in owned]
+    for segment, param, local, grad in zip(owned, params, local_tensors(params), gradients(params)):
+        state = states[segment.parameter]
+        if segment.shape == param.shape:
+            parts.append(Part(local, grad, state))
             continue
         where = tuple(slice(a, b) for a, b in segment.box)
         start, length = offsets[segment.parameter], segment.shape[segment.dim]

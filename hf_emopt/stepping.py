@@ -179,7 +179,7 @@ def conclude(
     if grid.replicas > 1:
         arrival = exchange.share(arrival)
         yield
-    whole = parts if sharded else [Part(local_tensor(p), p, {}) for p in params]
+    whole = parts if sharded else [Part(local, local, {}) for local in local_tensors(params)]
     weights = [p.weight for p in whole]
     if everyone and passes.apply(exchange.runs("taken", weights), whole, [arrival.wait()], None):
         return

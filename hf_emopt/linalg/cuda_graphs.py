@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_emopt.linalg.triton.runtime import variable
+from hf_emopt.linalg.triton.runtime import current_stream, variable
 
 __all__ = ["DISABLE_VARIABLE", "clear", "recorded"]
 
@@ -70,7 +70,7 @@ def recorded(
         work: launches on the current stream alone and allocates nothing that outlives it but its result, which is
             overwritten by the next call with this key.
     """
-    full_key = (key, device, torch.cuda.current_stream(device).cuda_stream)
+    full_key = (key, device, current_stream(device))
     if full_key not in _seen:
         # Compiles what has to be, and shows the libraries the shapes.
         sources = [torch.empty_like(like, device=device) for like in likes]

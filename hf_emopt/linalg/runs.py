@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_emopt.linalg.triton.runtime import interpreting, supported
+from hf_emopt.linalg.triton.runtime import current_stream, interpreting, supported
 
 __all__ = ["Runs", "all_finite", "contiguous_run", "fits", "runs_work", "whole_tensors"]
 
@@ -32,7 +32,7 @@ _KEPT_TABLES = 16
 
 def runs_work(device: torch.device) -> bool:
     """Whether the kernels run on tensors of a device."""
-    return (device.type == "cuda" or (interpreting() and device.type == "cpu")) and supported(device)
+    return (device.type == "cuda" or (device.type == "cpu" and interpreting())) and supported(device)
 
 
 def contiguous_run(where: Index, shape: Sequence[int]) -> tuple[int, int] | None:
@@ -199,8 +199,7 @@ class Runs:
         Most steps find their tensors where the last ones did: then nothing is worked out and nothing is sent. A table is for
         the stream that was made to wait for it.
         """
-        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-        key = (device, stream, self.BLOCK, right_first, *map(_pointers, left), *map(_pointers, right))
+        key = (device, current_stream(device), self.BLOCK, right_first, *map(_pointers, left), *map(_pointers, right))
         known = self._tables.get(key)
         if known is None:
             known = self._tables[key] = self._make(left, right, device, right_first)

@@ -63,12 +63,12 @@ def add_product(a: float, b: Tensor, x: Tensor) -> Tensor:
 
 def kernels_pay(device: torch.device) -> bool:
     """Whether kernels can run on the device and a measured table says where they are faster there."""
-    return _pay(device, runtime.supported(device), runtime.interpreting(), configs.chosen_table())
+    return _pay(device, runtime.kernels_disabled(), runtime.interpreting(), configs.chosen_table())
 
 
 @functools.cache
-def _pay(device: torch.device, supported: bool, interpreting: bool, table: str) -> bool:
-    if not supported:
+def _pay(device: torch.device, disabled: bool, interpreting: bool, table: str) -> bool:
+    if disabled or not runtime.supported(device):
         return False
     if interpreting:
         return device.type == "cpu"

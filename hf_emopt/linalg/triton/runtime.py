@@ -15,6 +15,7 @@ import torch
 
 __all__ = [
     "architecture",
+    "current_stream",
     "interpreting",
     "kernels_disabled",
     "multiprocessors",
@@ -87,6 +88,13 @@ def on(device: torch.device) -> AbstractContextManager[object]:
     if device.type != "cuda" or device.index in (None, torch.cuda.current_device()):
         return _NOTHING
     return torch.cuda.device(device)
+
+
+def current_stream(device: torch.device) -> int:
+    """Address of a device's current stream, asked for as Triton does; 0 for the CPU. ``torch.cuda`` would make an object."""
+    if device.type != "cuda":
+        return 0
+    return torch._C._cuda_getCurrentRawStream(torch.cuda.current_device() if device.index is None else device.index)
 
 
 def supported(device: torch.device) -> bool:
