@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import chain
-from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,6 +35,7 @@ from hf_emopt.distributed.layout import (
 from hf_emopt.distributed.plan import Batch, Bucket, Plan, PlannedParameter, Segment
 from hf_emopt.distributed.slots import Matrix, matrix_of, plan_slots
 from hf_emopt.hosted import Fetched, InPlace
+from hf_emopt.kept_states import KeptStates
 from hf_emopt.offload import Channel, StateOffload, channel_to, home_of
 from hf_emopt.passes import Part
 from hf_emopt.rules.base import Group, MatrixRule, state_dtype
@@ -99,8 +98,8 @@ class Engine:
         self._channels: dict[torch.device, Channel] = {}
         self._kept: dict[tuple[Any, ...], Any] = {}
         self._local_states: dict[int, tuple[tuple[Any, ...], State]] = {}
-        self._bucket_states: dict[tuple[Any, ...], _BucketStates] = {}
-        self._own_states: dict[tuple[int, int], _BucketStates] = {}
+        self._bucket_states: dict[int, KeptStates] = {}
+        self._own_states: dict[tuple[int, int], KeptStates] = {}
         self._batches: dict[int, tuple[Batch, ...]] = {}
         self._teams: dict[tuple[int, ...], Any] = {}
         self._slots: dict[Matrix, tuple[int, ...]] = {}
@@ -394,19 +393,17 @@ class Engine:
         self._local_states[id(param)] = entries, local
         return local
 
-    def bucket_states(self, index: int, bucket: Bucket, present: Sequence[int]) -> _BucketStates:
+    def bucket_states(self, index: int, bucket: Bucket, present: Sequence[int]) -> KeptStates:
         """:meth:`state_of` and :meth:`local_state` of some of a bucket's matrices; one object while they stay the same."""
-        key = (index, *present)
-        known = self._bucket_states.get(key)
-        if known is not None and known.still(self.state):
+        # One for a bucket: those of other parameters would keep tensors alive that have been replaced.
+        known = self._bucket_states.get(index)
+        if known is not None and known.keys == tuple(present) and known.still(self.state):
             return known
-        if len(self._bucket_states) > _MAX_EXCHANGES:
-            self._bucket_states.clear()
         params = [self.parameter(bucket, i) for i in present]
         states = [self.state_of(bucket, i) for i in present]
         local = {i: self.local_state(bucket, i) for i in present}
-        self._bucket_states[key] = _BucketStates(params, states, local)
-        return self._bucket_states[key]
+        self._bucket_states[index] = KeptStates(params, states, local)
+        return self._bucket_states[index]
 
     def own_states(self, key: tuple[int, int], params: list[Tensor], group: Group) -> list[State]:
         """:meth:`ready_state` of parameters that are stepped element by element, as this rank holds it.
@@ -418,7 +415,7 @@ class Engine:
         if known is None or not known.still(self.state, params):
             states = [self.ready_state(p, group) for p in params]
             local = {i: {k: local_tensor(v) for k, v in state.items()} for i, state in enumerate(states)}
-            known = self._own_states[key] = _BucketStates(list(params), states, local)
+            known = self._own_states[key] = KeptStates(list(params), states, local)
         return [{**state} for state in known.local.values()]
 
     def owned_of(self, bucket: Bucket, i: int) -> list[Segment] | None:
@@ -514,37 +511,6 @@ class Engine:
         periods = tuple(self.rule.period(group) for group in self.groups if group["kind"] == "matrix")
         if periods != self._slots_for:
             self._slots, self._slots_for = plan_slots(self.plan, self.groups, self.rule), periods
-
-
-class _BucketStates:
-    """States of parameters that are stepped together, as ``state`` has them and as this rank holds them.
-
-    Attributes:
-        params: the parameters.
-        states: of each.
-        local: of each by its index in the bucket, without that of whole matrices.
-    """
-
-    def __init__(self, params: list[Tensor], states: list[State], local: dict[int, State]) -> None:
-        self.params, self.states, self.local = params, states, local
-        self._names = list(chain.from_iterable(states))
-        # Kept, so that no other tensor gets their identity.
-        self._entries = list(chain.from_iterable(map(dict.values, states)))
-
-    def still(self, state: dict[Tensor, Any], params: list[Tensor] | None = None) -> bool:
-        """Whether ``state`` has the same dictionaries with the same tensors, and ``params``, if given, are the parameters.
-
-        This is asked in every step, so nothing of Python's runs for each of them.
-        """
-        if params is not None and (len(params) != len(self.params) or not all(map(is_, params, self.params))):
-            return False
-        now = list(map(state.get, self.params))
-        if not all(map(is_, now, self.states)):
-            return False
-        entries = list(chain.from_iterable(map(dict.values, self.states)))
-        if len(entries) != len(self._entries) or not all(map(is_, entries, self._entries)):
-            return False
-        return list(chain.from_iterable(self.states)) == self._names
 
 
 def _seed(index: int, group: Group, shard: int) -> int:
