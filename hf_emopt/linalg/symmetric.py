@@ -162,21 +162,17 @@ def _check_product(a: Tensor, b: Tensor, c: Tensor | None, out: Tensor | None, d
             raise ValueError(f"{name} must have the result's shape {shape}, got {tuple(x.shape)}")
 
 
-def _pick(a: Tensor, backend: Backend, with_c: bool) -> configs.Config | None:
-    """The kernel's configuration, or ``None`` for torch."""
+def _on_kernels(a: Tensor, backend: Backend) -> bool:
+    """Whether products of ``a`` run on the kernels, or on torch."""
     if backend == "torch":
-        return None
+        return False
     able = a.dtype in _HALF and a.numel() > 0 and runtime.supported(a.device)
     if backend == "triton" and not able:
         raise ValueError(
             f"backend='triton' needs bfloat16 or float16 factors on an NVIDIA GPU of capability 8.0 or higher and Triton 3.4 "
             f"or later, without {runtime.DISABLE_VARIABLE}; got {a.dtype} on {a.device}: use backend='auto'"
         )
-    if not able or (backend == "auto" and not kernels_pay(a.device)):
-        return None
-    capability = None if runtime.interpreting() else runtime.architecture(a.device)
-    batch = a.shape[0] if a.ndim == 3 else 1
-    return configs.choose(capability, batch, a.shape[-2], a.shape[-1], with_c)
+    return able and (backend == "triton" or kernels_pay(a.device))
 
 
 def _symmul_into(
@@ -189,22 +185,11 @@ def _symmul_into(
     diagonal: float,
     backend: Backend,
 ) -> None:
-    config = _pick(a, backend, c is not None)
-    if alpha == 0.0 and backend != "triton":
-        config = None  # no product is asked for
-    if config is not None and out.stride(-1) == 1 and (c is None or c.stride(-1) == 1):
+    on_kernels = _on_kernels(a, backend) and (alpha != 0.0 or backend == "triton")  # alpha 0: no product is asked for
+    if on_kernels and out.stride(-1) == 1 and (c is None or c.stride(-1) == 1):
         from hf_emopt.linalg.triton.symmetric_launch import symmetric_product
 
-        symmetric_product(
-            a,
-            b,
-            c,
-            out,
-            alpha=alpha,
-            beta=beta,
-            diagonal=diagonal,
-            config=config,
-        )
+        symmetric_product(a, b, c, out, alpha=alpha, beta=beta, diagonal=diagonal)
         return
     if a.is_cuda and a.dtype in _HALF and out.dtype == a.dtype and alpha != 0.0:
         # One general product with the same sums; only the lower triangle of it counts.

@@ -6,7 +6,6 @@ Triton brings its own assembler, so no GPU and no driver is needed; nothing runs
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,7 @@ import pytest
 triton = pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
 import triton.language as tl  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
+from triton_compiler import TENSOR_CORES, assembler_warnings, compiled, spilled_bytes  # noqa: E402
 
 from hf_emopt.linalg.triton import (  # noqa: E402
     elementwise_kernels,
@@ -26,28 +24,6 @@ from hf_emopt.linalg.triton import (  # noqa: E402
     symmetric_kernels,
 )
 from hf_emopt.linalg.triton.configs import CANDIDATES, POINTERS, Config  # noqa: E402
-
-ASSEMBLER = next((Path(triton.__file__).parent / "backends" / "nvidia" / "bin").glob("ptxas*"))
-DISASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-# Matrix products of each architecture in PTX.
-TENSOR_CORES = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
-
-
-def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], arch: int, warps: int, stages: int) -> Any:
-    """As a launch would compile it whose integers are multiples of 16 and whose tensors are aligned."""
-    names = kernel.arg_names
-    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
-    aligned = [["tt.divisibility", 16]]
-    attributes = {
-        (i,): aligned
-        for i, name in enumerate(names)
-        if signature[name].startswith("*") or (signature[name] == "i32" and name != "num_tiles")
-    }
-    source = ASTSource(
-        kernel, signature, {(names.index(name),): value for name, value in constants.items()}, attributes
-    )
-    options = {"num_warps": warps, "num_stages": stages}
-    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
 def symmetric_product(
@@ -98,25 +74,6 @@ def symmetric_product(
         constants["c_desc"] = None
     kernel = symmetric_kernels.symmetric_product_descriptor_kernel
     return compiled(kernel, {**descriptors, **scalars}, constants, arch, config.num_warps, config.num_stages)
-
-
-def spilled_bytes(kernel: Any, tmp_path: Path) -> int:
-    path = tmp_path / "kernel.cubin"
-    path.write_bytes(kernel.asm["cubin"])
-    usage = subprocess.run([DISASSEMBLER, "-res-usage", path], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"STACK:(\d+).*?LOCAL:(\d+)", usage)
-    assert found is not None, usage
-    return int(found[1]) + int(found[2])
-
-
-def assembler_warnings(kernel: Any, tmp_path: Path) -> str:
-    """What the assembler says of a Hopper kernel; that it serializes wgmma, it only says."""
-    path = tmp_path / "kernel.ptx"
-    path.write_text(kernel.asm["ptx"])
-    arguments = ["-v", "--gpu-name=sm_90a", path, "-o", tmp_path / "again.cubin"]
-    run = subprocess.run([ASSEMBLER, *arguments], capture_output=True, text=True, check=True)
-    assert "registers" in run.stderr, run.stderr
-    return run.stderr
 
 
 # A A^T as it is launched, of a matrix that is normalized and of one that is not yet (then without C).

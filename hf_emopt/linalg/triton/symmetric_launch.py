@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_emopt.linalg.triton import configs, variants
+from hf_emopt.linalg.triton import configs, persistent_launch, variants
 from hf_emopt.linalg.triton.configs import Config
+from hf_emopt.linalg.triton.descriptors import describable, descriptor
 from hf_emopt.linalg.triton.launching import launch, specialization
-from hf_emopt.linalg.triton.runtime import architecture, interpreting
+from hf_emopt.linalg.triton.runtime import architecture, interpreting, multiprocessors
 
 __all__ = ["symmetric_product", "tile_table"]
 
@@ -63,51 +64,6 @@ def _as_batch(x: Tensor) -> Tensor:
     return x.unsqueeze(0) if x.ndim == 2 else x
 
 
-def _describable(x: Tensor) -> bool:
-    """Whether the copy engine can read it: unit stride inside, the other strides and the address multiples of 16 bytes."""
-    size = x.element_size()
-    outer = (x.stride(-2), *((x.stride(0),) if x.shape[0] > 1 else ()))
-    return (
-        x.stride(-1) == 1
-        and x.data_ptr() % 16 == 0
-        and all(stride > 0 and stride * size % 16 == 0 for stride in outer)
-        and all(size < 2**31 for size in x.shape)
-    )
-
-
-class _Address:
-    """What a descriptor needs of a tensor, without keeping its memory alive."""
-
-    def __init__(self, address: int, dtype: torch.dtype) -> None:
-        self.address = address
-        self.dtype = dtype
-
-    def data_ptr(self) -> int:
-        return self.address
-
-
-@functools.lru_cache(maxsize=4096)
-def _described(
-    base: _Address | Tensor, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...]
-) -> Any:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    return TensorDescriptor(base, list(shape), list(strides), list(block))
-
-
-@functools.lru_cache(maxsize=4096)
-def _address(address: int, dtype: torch.dtype) -> _Address:
-    return _Address(address, dtype)
-
-
-def _descriptor(x: Tensor, rows: int, cols: int) -> Any:
-    batch_stride = x.stride(0) if x.shape[0] > 1 else x.shape[1] * x.stride(1)
-    layout = (tuple(x.shape), (batch_stride, x.stride(1), 1), (1, rows, cols))
-    if interpreting():
-        return _described.__wrapped__(x, *layout)
-    return _described(_address(x.data_ptr(), x.dtype), *layout)
-
-
 def _fits_pointers(x: Tensor, block: int) -> bool:
     return block * max(abs(x.stride(-1)), abs(x.stride(-2))) <= _LARGEST_OFFSET
 
@@ -145,22 +101,42 @@ def symmetric_product(
     a, b, out = _as_batch(a), _as_batch(b), _as_batch(out)
     c = None if c is None else _as_batch(c)
     batch, m, k = a.shape
+    chosen = variants.chosen()
+    trans = a.stride(-1) != 1
+    inputs = (a.mT, b.mT) if trans else (a, b)
+    power = 0 if correction is None else power
+    if "persistent" in chosen and c is None:
+        stays = _persistent_config(inputs, out, config)
+        if stays is not None:
+            persistent_launch.persistent_product(
+                *inputs, out, alpha=alpha, diagonal=diagonal, correction=correction, power=power,
+                config=stays, trans=trans, same=_same(a, b),
+            )  # fmt: skip
+            return out
     if config is None:
         config = configs.choose(None if interpreting() else architecture(a.device), batch, m, k, c is not None)
     if out.dtype == torch.float32 and config.block_m * config.block_n >= 128 * 128 and config.num_warps < 8:
         config = replace(config, num_warps=8)  # the accumulator and its mirror image, both 32 bits wide
-    trans = a.stride(-1) != 1
-    inputs = (a.mT, b.mT) if trans else (a, b)
     others = (out,) if c is None else (c, out)
-    form = _Form(trans, diagonal=0 if not variants.enabled("diagonal") else 2 if _same(a, b) else 1)
+    form = _Form(trans, diagonal=0 if "diagonal" not in chosen else 2 if _same(a, b) else 1)
     # Sums start from C.
     start = beta / alpha if beta else 0.0
-    scalars = _Scalars(alpha, start, diagonal, correction, 0 if correction is None else power)
-    if config.descriptors and all(_describable(x) for x in (*inputs, *others)):
+    scalars = _Scalars(alpha, start, diagonal, correction, power)
+    if config.descriptors and all(describable(x) for x in (*inputs, *others)):
         _launch_descriptors(inputs, c, out, scalars, config, form)
     else:
         _launch_pointers(a, b, c, out, scalars, config, form)
     return out
+
+
+def _persistent_config(inputs: tuple[Tensor, Tensor], out: Tensor, config: Config | None) -> Config | None:
+    """Tiles for programs that stay (``config`` where one is asked for), or ``None`` where they cannot compute this."""
+    if out.element_size() != 2 or not all(describable(x) for x in (*inputs, out)):
+        return None
+    if config is not None:
+        return config if config.descriptors else None
+    arch = None if interpreting() else architecture(out.device)
+    return persistent_launch.choose(arch, out.shape[0], out.shape[1], multiprocessors(out.device))
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
@@ -191,14 +167,14 @@ def _launch_descriptors(
     longer = b if block_m < block_n else a
 
     def factor(x: Tensor, rows: int) -> Any:
-        return _descriptor(x, *((block_k, rows) if form.trans else (rows, block_k)))
+        return descriptor(x, *((block_k, rows) if form.trans else (rows, block_k)))
 
     arguments = (
         factor(a, block_m),
         None if same else factor(b, block_n),
         None if block_m == block_n else factor(longer, side),
-        None if c is None else _descriptor(c, block_m, block_n),
-        _descriptor(out, side, side),
+        None if c is None else descriptor(c, block_m, block_n),
+        descriptor(out, side, side),
         scalars.correction,
         tiles,
         count,
