@@ -9,7 +9,7 @@ from torch import Tensor
 from hf_emopt.linalg import cuda_graphs, newton_schulz, resolve_coefficients
 from hf_emopt.linalg.gram_newton_schulz import iterate
 from hf_emopt.linalg.symmetric import kernels_pay, normalize_cast, syrk
-from hf_emopt.linalg.triton import configs, launching, runtime, variants
+from hf_emopt.linalg.triton import configs, launching, persistent_launch, runtime, variants
 from hf_emopt.linalg.triton.configs import Config
 
 pytestmark = pytest.mark.skipif(
@@ -163,9 +163,9 @@ def test_twelve_shapes_and_ten_coefficient_sets_share_their_binaries() -> None:
     assert len(launching._COMPILED) == kept
 
 
-@pytest.mark.parametrize("chosen", ["", "estimate", "diagonal", "estimate,diagonal"])
+@pytest.mark.parametrize("chosen", ["", "estimate", "diagonal", "estimate,diagonal", "estimate,diagonal,persistent"])
 def test_variants_are_exact_repeatable_and_accurate(chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that are the default, and what they replace; a device without a table runs the products alone."""
+    """The default ones, what they replace, and one that is none; a device without a table runs the products alone."""
     from hf_emopt.linalg.triton.symmetric_launch import symmetric_product
 
     monkeypatch.setenv(variants.VARIABLE, chosen)
@@ -196,6 +196,35 @@ def test_variants_are_exact_repeatable_and_accurate(chosen: str, monkeypatch: py
             monkeypatch.setenv(variants.VARIABLE, chosen)
             error, other = ((z.double() - polynomial).flatten(1).norm(dim=1).mean() for z in (results[0], without))
             assert error <= 1.5 * other, (kind, error, other)
+
+
+@pytest.mark.parametrize("config", persistent_launch.CANDIDATES, ids=str)
+@pytest.mark.parametrize("trans", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_persistent_products_are_the_same_to_the_bit(
+    config: Config, trans: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fewer tiles than programs and many more; one factor and two; sums of one block and of many. Nothing is added to the
+    diagonal: there one kernel rounds once where another rounds twice. The test above adds integers."""
+    from hf_emopt.linalg.triton.symmetric_launch import symmetric_product
+
+    if configs.family(runtime.architecture(torch.device("cuda", 0)) or 0) != 90:
+        pytest.skip("needs capability 9.x")
+    for batch, m, k in ((1, 136, 40), (3, 1000, 264), (40, 904, 72), (2, 2048, 8192)):
+        a = torch.randn(batch, m, k, device="cuda").to(dtype)
+        a = a.mT.contiguous().mT if trans else a
+        t = torch.rand(batch, device="cuda") + 0.5
+        for b in (a, a.clone()):
+            for more in ({}, {"correction": t, "power": 1}, {"correction": t, "power": 2}):
+                results = []
+                for chosen in ("estimate,diagonal", "estimate,diagonal,persistent", "estimate,diagonal,persistent"):
+                    monkeypatch.setenv(variants.VARIABLE, chosen)
+                    out = torch.full((batch, m, m), float("nan"), device="cuda", dtype=dtype)
+                    symmetric_product(a, b, None, out, alpha=0.3, beta=0.0, config=config, **more)  # type: ignore[arg-type]
+                    results.append(out)
+                assert torch.equal(results[1], results[1].mT)
+                assert torch.equal(results[1], results[0])
+                assert torch.equal(results[1], results[2])
 
 
 def test_variants_estimated_cast() -> None:

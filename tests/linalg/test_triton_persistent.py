@@ -48,13 +48,13 @@ if not INTERPRETING:
         assert {b for b, *_ in first} == {0}
 
     def test_which_problems_it_takes() -> None:
-        def tile(*problem: int) -> tuple[int, int] | None:
+        def tile(*problem: int) -> tuple[int, int, int] | None:
             config = persistent_launch.choose(*problem)
-            return None if config is None else (config.block_m, config.block_n)
+            return None if config is None else (config.block_m, config.block_n, config.num_warps)
 
-        assert tile(90, 24, 1024, 132) == (128, 128)
-        assert tile(90, 16, 2048, 132) == (128, 128)
-        assert tile(90, 8, 4096, 132) == tile(90, 1, 8192, 132) == (256, 128)
+        assert tile(90, 24, 1024, 132) == (128, 128, 8), "seven tiles a program, not three and four"
+        assert tile(90, 16, 2048, 132) == tile(90, 128, 768, 132) == (128, 128, 4)
+        assert tile(90, 8, 4096, 132) == tile(90, 1, 8192, 132) == (256, 128, 8)
         assert tile(90, 1, 2048, 132) is None, "too few tiles"
         assert tile(90, 1, 4096, 132) is None
         assert tile(100, 8, 4096, 132) is None

@@ -14,7 +14,8 @@ What this takes, and what is therefore not here:
 * Sums and stores have shared memory of their own, since both are in use at once. Where two programs share a multiprocessor,
   squares are stored in two ``PARTS``, one after the other through the same half.
 
-Values are those of the other kernels to the bit: the same sums in the same order, mirrored in the same way.
+Values are those of the other kernels to the bit: the same sums in the same order, mirrored in the same way. Where something
+is added to the diagonal, the compiler may round once here and twice there.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls

@@ -69,10 +69,13 @@ def choose(architecture: int | None, batch: int, m: int, multiprocessor_count: i
         return _INTERPRETED
     if not 90 <= architecture < 100:
         return None
-    config = CANDIDATES[0] if m >= 4096 else CANDIDATES[2]
-    side = min(config.block_m, config.block_n)
-    squares = batch * (-(-m // side)) * (-(-m // side) + 1) // 2
-    tiles = squares * side * side // (config.block_m * config.block_n)
+    squares = batch * (-(-m // 128)) * (-(-m // 128) + 1) // 2
+    if m >= 4096:
+        config = CANDIDATES[0]
+    else:
+        # Two programs a multiprocessor overlap one another, and take twice as many tiles to be level.
+        config = CANDIDATES[2] if squares >= 4 * 2 * multiprocessor_count else CANDIDATES[4]
+    tiles = squares * 128 * 128 // (config.block_m * config.block_n)
     return config if tiles >= 3 * multiprocessor_count * programs_of(config) else None
 
 
