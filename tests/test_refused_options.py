@@ -57,7 +57,7 @@ def test_senseless_values_are_refused_by_name(cls: type) -> None:
         (hf_emopt.Shampoo, {"exponent_override": {"two": 0.5}}, "numbers of dimensions as keys"),
         (hf_emopt.Shampoo, {"exponent_override": {2: -0.5}}, "above 0"),
         (hf_emopt.Muon, {"skip_nonfinite": "no"}, "True or False"),
-        (hf_emopt.Muon, {"momentum": True}, "number at least 0 and below 1"),
+        (hf_emopt.Muon, {"momentum": True}, r"in \[0, 1\)"),
     ],
 )
 def test_the_message_says_what_is_accepted(cls: type, options: dict[str, Any], told: str) -> None:

@@ -52,9 +52,12 @@ def check_number(
         return
     number = _number(value)
     if not ((low < number if above else low <= number) and number < high):  # no comparison holds for NaN
-        ends = f"{'above' if above else 'at least'} {low:g} and {'finite' if high == math.inf else f'below {high:g}'}"
+        if high < math.inf:
+            accepted = f"in {'(' if above else '['}{low:g}, {high:g})"
+        else:
+            accepted = f"{'above' if above else 'at least'} {low:g}, and finite"
         more = "" if or_none is None else f", or None {or_none}"
-        raise ValueError(f"{key}={value!r} must be a number {ends}{more}")
+        raise ValueError(f"{key}={value!r} must be {accepted}{more}")
 
 
 def check_betas(options: Mapping[str, Any], key: str = "betas", *, name: str | None = None, sums: bool = False) -> None:
