@@ -245,7 +245,7 @@ class Engine:
         torch._foreach_add_(steps, [counted] * len(steps))
 
     def _counted(self, ok: Tensor) -> Tensor:
-        """The verdict as a number; worked out once in a step on each device."""
+        """The verdict as a number; worked out once for all whose counters it moves."""
         if self._counts is None or self._counts[0] is not ok:
             self._counts = ok, ok.float()
         return self._counts[1]

@@ -117,8 +117,14 @@ class MatrixOptimizer(torch.optim.Optimizer):
         offload_state: OffloadState | None = None,
     ) -> None:
         check_lora_options(rule, lora, lora_lr_ratio)
-        check_flags({"allow_no_matrices": allow_no_matrices, "skip_nonfinite": skip_nonfinite, "per_head": per_head})
-        check_flags({"overlap_param_gather": overlap_param_gather})
+        check_flags(
+            {
+                "allow_no_matrices": allow_no_matrices,
+                "skip_nonfinite": skip_nonfinite,
+                "per_head": per_head,
+                "overlap_param_gather": overlap_param_gather,
+            }
+        )
         self.rule = rule
         self._modes = ModeOverrides(tensor_parallel_modules, rule.tensor_parallel_modes)
         self._choices: list[Choice] = []
