@@ -16,18 +16,21 @@ import torch
 from torch import Tensor
 
 from hf_emopt.engine import Engine, is_offloaded
-from hf_emopt.offload import StateOffload
+from hf_emopt.offload import StateOffload, room_in_buckets
 
 __all__ = ["EarlyFetch", "late_in_backward"]
 
 LAST_PART = 1 / 4
-"""Of the matrices' elements, those whose gradients are yet to come when the room is filled.
+"""Of the matrices' elements, those whose gradients are yet to come when a room of three buckets is filled.
 
 To fill the two buckets that do not wait on the device already, 1 GB of the float32 state of a 1.1 B model under Muon, takes
 20 ms at 50 GB/s. On an H200 its forward and backward pass of 8,192 tokens takes 170 ms, of which a quarter of the backward
 pass is 28. With a larger model or batch the quarter takes longer, and the room, which is bounded as buckets are, does not. At
-most about a quarter of the activations is left by then, so that the peak at the beginning of the backward pass stays.
+most about a quarter of the activations is left by then, so that the peak at the beginning of the backward pass stays. More
+room takes longer to fill, so its part is larger, up to :data:`LARGEST_PART`.
 """
+
+LARGEST_PART = 1 / 2
 
 
 class EarlyFetch:
@@ -101,7 +104,9 @@ class _Hook:
 
 
 def late_in_backward(engine: Engine, names: Sequence[str]) -> Tensor | None:
-    """The parameter after whose gradient :data:`LAST_PART` of the backward pass is yet to come; ``None`` if there is none.
+    """The parameter after whose gradient the last part of the backward pass is yet to come; ``None`` if there is none.
+
+    That is :data:`LAST_PART` of the pass, or more where there is room for more than three buckets.
 
     A backward pass goes through the model from its end. Matrices measure the way, since they take the time: an embedding
     has many elements and is done at once, and a small model's would be chosen by its size, though it is the very last. Not
@@ -121,7 +126,8 @@ def late_in_backward(engine: Engine, names: Sequence[str]) -> Tensor | None:
     ]
     matrices = [entry for entry in placed if entry[1]]
     chosen = sorted(matrices or placed, key=lambda entry: entry[0])
-    left = LAST_PART * sum(param.numel() for _, _, param in chosen)
+    part = min(LAST_PART * (room_in_buckets() - 1) / 2, LARGEST_PART)
+    left = part * sum(param.numel() for _, _, param in chosen)
     for _, _, param in chosen:
         left -= param.numel()
         if left <= 0:

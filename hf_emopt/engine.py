@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from hf_emopt.channels import Channel, channel_to, home_of
 from hf_emopt.distributed.agreement import (
     Agreement,
     Council,
@@ -36,7 +37,7 @@ from hf_emopt.distributed.plan import Batch, Bucket, Plan, PlannedParameter, Seg
 from hf_emopt.distributed.slots import Matrix, matrix_of, plan_slots
 from hf_emopt.hosted import Fetched, InPlace
 from hf_emopt.kept_states import KeptStates
-from hf_emopt.offload import Channel, StateOffload, channel_to, home_of
+from hf_emopt.offload import StateOffload
 from hf_emopt.passes import Part
 from hf_emopt.rules.base import Group, MatrixRule, state_dtype
 from hf_emopt.rules.moments import is_scale

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from hf_emopt.offload import Channel
+from hf_emopt.channels import Channel
 from hf_emopt.passes import Part
 
 __all__ = ["Fetched", "InPlace"]

@@ -25,10 +25,9 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["Channel", "StateOffload", "channel_to", "home_of", "room_in_buckets"]
+from hf_emopt.channels import PARCEL_BYTES, Channel, channel_to
 
-PARCEL_BYTES = 2**25
-"""Up to which tensors are moved together: long enough for the link's full rate, short beside a piece."""
+__all__ = ["StateOffload", "room_in_buckets"]
 
 ROOM_VARIABLE = "HF_EMOPT_OFFLOAD_BUCKETS"
 """Environment variable with the room in a step, in buckets; 3 where it is not set. More of it hides more of the link.
@@ -50,21 +49,6 @@ def room_in_buckets() -> float:
     if not 2.0 <= buckets < math.inf:
         raise ValueError(f"{ROOM_VARIABLE}={given!r} must be a number of buckets from 2 on, or unset for 3")
     return buckets
-
-
-def home_of(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor in host memory that ``device`` can read while it computes: page-locked, where there is such a thing.
-
-    Args:
-        tensor: on any device; returned as it is where it lies there already.
-        device: of the mathematics.
-    """
-    pinned = device.type not in ("cpu", "meta")
-    if tensor.device.type == "cpu" and (not pinned or tensor.is_pinned()):
-        return tensor
-    home = torch.empty_like(tensor, device="cpu", pin_memory=pinned)
-    home.copy_(tensor)
-    return home
 
 
 @dataclass
@@ -158,84 +142,6 @@ def _together(home: Sequence[Tensor]) -> list[list[Tensor]]:
         parcels[-1].append(tensor)
         size += tensor.nbytes
     return parcels
-
-
-class _Channel:
-    """Two streams of an accelerator: one that brings and one that takes away.
-
-    Copies are allocated on the first, so their memory is used again only by what that stream brings later, and it waits for
-    the second before it does: no other stream has to wait for a byte that leaves.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._module = torch.get_device_module(device)
-        self._bringing, self._taking = self._module.Stream(device), self._module.Stream(device)
-
-    def bring(self, home: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
-        with self._module.stream(self._bringing):
-            copies = [torch.empty_like(t, device=self.device) for t in home]
-            for copy, tensor in zip(copies, home):
-                copy.copy_(tensor, non_blocking=True)
-            arrived = self._module.Event()
-            arrived.record(self._bringing)
-        return copies, arrived
-
-    def await_arrival(self, arrived: Any) -> None:
-        self._module.current_stream(self.device).wait_event(arrived)
-
-    def take_away(self, copies: Sequence[Tensor], home: Sequence[Tensor]) -> Any:
-        done = self._module.Event()
-        done.record(self._module.current_stream(self.device))
-        self._taking.wait_event(done)
-        with self._module.stream(self._taking):
-            for copy, tensor in zip(copies, home):
-                tensor.copy_(copy, non_blocking=True)
-            left = self._module.Event()
-            left.record(self._taking)
-        return left
-
-    def release(self, left: Any) -> None:
-        """Before copies are let go of."""
-        if left is not None:
-            self._bringing.wait_event(left)
-            return
-        unused = self._module.Event()  # nobody has written to them, and the current stream may still read
-        unused.record(self._module.current_stream(self.device))
-        self._bringing.wait_event(unused)
-
-    def synchronize(self) -> None:
-        self._taking.synchronize()
-
-
-class _SameMemory:
-    """Host to host: copies are made all the same, so that one flow serves both and tests can count."""
-
-    def bring(self, home: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
-        return [t.clone() for t in home], None
-
-    def await_arrival(self, arrived: Any) -> None:
-        pass
-
-    def take_away(self, copies: Sequence[Tensor], home: Sequence[Tensor]) -> Any:
-        for copy, tensor in zip(copies, home):
-            tensor.copy_(copy)
-        return None
-
-    def release(self, left: Any) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
-
-
-Channel = _Channel | _SameMemory
-"""To a device and back: ``bring``, ``await_arrival``, ``take_away``, and ``release`` before copies are let go of."""
-
-
-def channel_to(device: torch.device) -> Channel:
-    """The way from the host to a device."""
-    return _SameMemory() if device.type == "cpu" else _Channel(device)
 
 
 _P = ParamSpec("_P")

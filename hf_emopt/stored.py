@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from hf_emopt.channels import home_of
 from hf_emopt.distributed.layout import Partition, UnsupportedLayoutError, local_tensor
 from hf_emopt.groups import unpack_units
-from hf_emopt.offload import StateOffload, home_of
+from hf_emopt.offload import StateOffload
 from hf_emopt.rules.base import Group, MatrixRule
 from hf_emopt.rules.elementwise import init_adamw_state
 from hf_emopt.rules.masters import WEIGHT_STATE, init_weight_state

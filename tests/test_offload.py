@@ -10,7 +10,8 @@ import torch
 from late_copies import two_streams
 from torch import Tensor
 
-from hf_emopt.offload import StateOffload, home_of, room_in_buckets
+from hf_emopt.channels import home_of
+from hf_emopt.offload import StateOffload, room_in_buckets
 
 CPU = torch.device("cpu")
 
