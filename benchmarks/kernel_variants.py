@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from hf_emopt.bench.kernels import JORDAN, SHAPES, exact, geometric_mean, parse_shape, relative_error
-from hf_emopt.bench.timing import Shape, device_facts, graphed, time_ms
+from hf_emopt.bench.timing import Shape, device_facts, graphed, in_turn, time_ms
 from hf_emopt.linalg import cuda_graphs
 from hf_emopt.linalg.newton_schulz import newton_schulz
 from hf_emopt.linalg.symmetric import normalize_cast
@@ -52,15 +52,6 @@ def show(text: str) -> None:
     print(text, flush=True)
 
 
-def in_turn(functions: dict[str, Callable[[], Any]], repeat_ms: float) -> dict[str, float]:
-    """Median over rounds of medians in ms, every round all functions."""
-    times: dict[str, list[float]] = {name: [] for name in functions}
-    for _ in range(ROUNDS):
-        for name, function in functions.items():
-            times[name].append(time_ms(function, repeat_ms, most=60))
-    return {name: sorted(values)[len(values) // 2] for name, values in times.items()}
-
-
 def orthogonalization(shape: Shape, names: Sequence[str], repeat_ms: float) -> dict[str, Any]:
     torch.manual_seed(0)
     x = torch.randn(shape, device="cuda")
@@ -80,8 +71,8 @@ def orthogonalization(shape: Shape, names: Sequence[str], repeat_ms: float) -> d
         errors[name] = relative_error(results[0], reference)
         same[name] = all(torch.equal(results[0], other) for other in results[1:])
     times: dict[str, list[float]] = {name: [] for name in names}
-    for _ in range(ROUNDS):
-        for name in names:
+    for turn in range(ROUNDS):
+        for name in names if turn % 2 else tuple(reversed(names)):
             cuda_graphs.clear()
             call(name)()
             call(name)()
@@ -109,6 +100,8 @@ def normalization(shape: Shape, repeat_ms: float) -> dict[str, float]:
             "estimate, cast again": lambda: estimated_cast(outlier, 1024.0, out, correction),
         },
         repeat_ms,
+        ROUNDS,
+        most=60,
     )
 
 
@@ -178,7 +171,7 @@ def persistent(shape: Shape, repeat_ms: float) -> dict[str, float]:
             functions["QuACK"] = lambda: product(x)
         except Exception as problem:
             show(f"QuACK {shape}: {type(problem).__name__}: {str(problem)[:200]}")
-    return in_turn(functions, repeat_ms)
+    return in_turn(functions, repeat_ms, ROUNDS, most=60)
 
 
 def tiles(shape: Shape, repeat_ms: float) -> dict[str, float]:
@@ -188,7 +181,7 @@ def tiles(shape: Shape, repeat_ms: float) -> dict[str, float]:
         return graphed(lambda: [one() for _ in range(8)])
 
     eights = {name: eight(one) for name, one in tile_functions(shape).items()}
-    return {name: ms / 8 for name, ms in in_turn(eights, repeat_ms).items()}
+    return {name: ms / 8 for name, ms in in_turn(eights, repeat_ms, ROUNDS, most=60).items()}
 
 
 def compile_all(shapes: Sequence[Shape], parts: Sequence[str], names: Sequence[str]) -> None:

@@ -134,6 +134,7 @@ def test_a_number_is_read_before_all_has_left() -> None:
     copies = [torch.ones(2**23, device=device) for _ in range(32)]
     homes = [torch.zeros(2**23, pin_memory=True) for _ in copies]
     number = torch.ones(64, device=device)
+    assert float(number.sum()) == 64.0  # loads the kernels, which takes longer than the copies
     torch.cuda.synchronize()
     for copy, home in zip(copies, homes):
         left = channel.take_away([copy], [home])

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hf_emopt.bench.products import compare_products, report_products
-from hf_emopt.bench.timing import Shape, device_facts, graphed, time_ms
+from hf_emopt.bench.timing import Shape, device_facts, graphed, in_turn, time_ms
 from hf_emopt.linalg.coefficients import ResolvedCoefficients, resolve_coefficients
 from hf_emopt.linalg.newton_schulz import newton_schulz
 from hf_emopt.linalg.triton import configs, runtime
@@ -141,25 +141,26 @@ def bound_ms(shape: Shape) -> float:
 # Measurements
 
 
-def _attempt(implementation: Implementation, x: Tensor, reference: Tensor, repeat_ms: float) -> dict[str, Any]:
+def _checked(implementation: Implementation, x: Tensor, reference: Tensor) -> dict[str, Any]:
+    """Its error, or why it has none."""
     try:
-        error = relative_error(implementation(x), reference)
-        row: dict[str, Any] = {"ms": time_ms(lambda: implementation(x), repeat_ms), "error": error}
+        return {"error": relative_error(implementation(x), reference)}
     except Exception as problem:  # another package's failure is a line of the table, not the end of it
-        row = {"failed": f"{type(problem).__name__}: {problem}"[:200]}
-    return row
+        return {"failed": f"{type(problem).__name__}: {problem}"[:200]}
 
 
 def compare(
     shapes: Sequence[Shape] = SHAPES,
     peers: Sequence[str] | None = None,
     *,
-    repeat_ms: float = 100.0,
+    repeat_ms: float = 35.0,
+    rounds: int = 3,
     graphs: bool = True,
     bounds: bool = True,
     keep: Callable[[list[dict[str, Any]]], object] = len,
 ) -> list[dict[str, Any]]:
-    """Times and errors, one row a shape: ``{"shape", "bound", "implementations": {name: {"ms", "error"}}}``.
+    """Median times of rounds in which all take their turn, and errors, one row a shape: ``{"shape", "bound",
+    "implementations": {name: {"ms", "error"}}}``.
 
     ``hf_emopt`` is called as the optimizer calls it, launch by launch; ``hf_emopt, graph`` is the replay of one CUDA graph,
     the mode in which gram-newton-schulz runs.
@@ -174,15 +175,24 @@ def compare(
         torch.manual_seed(0)
         x = torch.randn(shape, device="cuda")
         references = {"jordan": exact(x, JORDAN)}
-        row: dict[str, Any] = {"shape": shape, "implementations": {}}
+        row: dict[str, Any] = {"shape": shape, "implementations": {"hf_emopt": {}}}
         results = row["implementations"]
-        results["hf_emopt"] = _attempt(newton_schulz, x, references["jordan"], repeat_ms)
+        calls: dict[str, Callable[[], Any]] = {}
         if graphs:
-            results["hf_emopt, graph"] = _graph_row(x, repeat_ms)
-        for name, (implementation, coefficients) in built.items():
+            try:
+                calls["hf_emopt, graph"] = graphed(lambda x=x: newton_schulz(x))  # type: ignore[misc]
+                results["hf_emopt, graph"] = {}
+            except torch.OutOfMemoryError as problem:
+                results["hf_emopt, graph"] = {"failed": str(problem)[:100]}
+        for name, (implementation, coefficients) in {"hf_emopt": (newton_schulz, "jordan"), **built}.items():
             if coefficients not in references:
                 references[coefficients] = exact(x, resolve_coefficients(coefficients, 5))
-            results[name] = _attempt(implementation, x, references[coefficients], repeat_ms)
+            results[name] = _checked(implementation, x, references[coefficients])
+            if "failed" not in results[name]:
+                calls[name] = functools.partial(implementation, x)
+        for name, ms in in_turn(calls, repeat_ms, rounds).items():
+            results[name]["ms"] = ms
+        calls.clear()
         if bounds:
             row["bound"] = bound_ms(shape)
         print(format_row(row), flush=True)
@@ -191,14 +201,6 @@ def compare(
         del references, x
         torch.cuda.empty_cache()
     return rows
-
-
-def _graph_row(x: Tensor, repeat_ms: float) -> dict[str, Any]:
-    try:
-        replay = graphed(lambda: newton_schulz(x))
-        return {"ms": time_ms(replay, repeat_ms)}
-    except torch.OutOfMemoryError as problem:
-        return {"failed": str(problem)[:100]}
 
 
 def tune(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_emopt.bench.timing import Shape, graphed, time_ms
+from hf_emopt.bench.timing import Shape, graphed, in_turn
 from hf_emopt.linalg.symmetric import syrk
 
 __all__ = ["compare_products", "report_products"]
@@ -64,17 +64,16 @@ _PEERS: dict[str, tuple[str, Callable[[], Product]]] = {
 }
 
 
-def _attempt(product: Product, x: Tensor, reference: Tensor, repeat_ms: float) -> dict[str, Any]:
+def _checked(product: Product, x: Tensor, reference: Tensor) -> dict[str, Any]:
+    """Its error and a function that takes its time (``call``; ``calls`` of the product each), or why it has none."""
     try:
         error = ((product(x).float() - reference).norm() / reference.norm()).item()
         if not error <= _LARGEST_ERROR:
             raise ValueError(f"the result is off by {error:.2g} of its norm")
         # What takes less time than its launch is timed as a graph of eight, with whatever of it is in L2.
         if 2 * x.shape[0] * x.shape[1] ** 2 * x.shape[2] < _SHORT_FLOPS:
-            ms = time_ms(graphed(lambda: [product(x) for _ in range(8)]), repeat_ms) / 8
-        else:
-            ms = time_ms(lambda: product(x), repeat_ms)
-        return {"ms": ms, "error": error}
+            return {"error": error, "calls": 8, "call": graphed(lambda: [product(x) for _ in range(8)])}
+        return {"error": error, "calls": 1, "call": lambda: product(x)}
     except Exception as problem:  # another package's failure is a line of the table, not the end of it
         return {"failed": f"{type(problem).__name__}: {problem}"[:200]}
 
@@ -89,18 +88,13 @@ def compare_products(shapes: Sequence[Shape], *, repeat_ms: float = 30.0, rounds
         torch.manual_seed(0)
         x = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
         reference = x.float() @ x.float().mT
-        results: dict[str, list[dict[str, Any]]] = {name: [] for name in everyone}
-        for _ in range(rounds):
-            for name, product in everyone.items():
-                results[name].append(_attempt(product, x, reference, repeat_ms))
-        rows.append({"shape": shape, "implementations": {name: _middle(found) for name, found in results.items()}})
-        del x, reference
+        found = {name: _checked(product, x, reference) for name, product in everyone.items()}
+        calls = {name: one.pop("call") for name, one in found.items() if "call" in one}
+        for name, ms in in_turn(calls, repeat_ms, rounds).items():
+            found[name]["ms"] = ms / found[name].pop("calls")
+        rows.append({"shape": shape, "implementations": found})
+        del x, reference, calls
     return rows
-
-
-def _middle(results: list[dict[str, Any]]) -> dict[str, Any]:
-    timed = sorted((result for result in results if "ms" in result), key=lambda result: float(result["ms"]))
-    return timed[len(timed) // 2] if timed else results[0]
 
 
 def report_products(rows: Sequence[dict[str, Any]]) -> str:

@@ -8,28 +8,44 @@ import types
 import pytest
 import torch
 
-from hf_emopt.bench import products
+from hf_emopt.bench import products, timing
 
 
 @pytest.fixture
 def x(monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
     monkeypatch.setattr(products, "graphed", lambda call: call)
-    monkeypatch.setattr(products, "time_ms", lambda call, repeat_ms: 8.0)
     return torch.randn(3, 16, 24, generator=torch.Generator().manual_seed(0)).bfloat16()
 
 
 def attempt(product: products.Product, x: torch.Tensor) -> dict[str, object]:
-    return products._attempt(product, x, x.float() @ x.float().mT, 1.0)
+    return products._checked(product, x, x.float() @ x.float().mT)
 
 
 def test_a_wrong_result_has_no_time(x: torch.Tensor) -> None:
     right = attempt(lambda a: a @ a.mT, x)
-    assert right["ms"] == 1.0
+    assert right["calls"] == 8
     assert 0 < float(right["error"]) < 5e-3  # type: ignore[arg-type]
     for wrong in (lambda a: (a @ a.mT)[1], lambda a: 2 * (a @ a.mT), lambda a: (a @ a.mT) * float("nan")):
         found = attempt(wrong, x)
-        assert "ms" not in found
+        assert "call" not in found
         assert "off by" in str(found["failed"])
+
+
+def test_all_take_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every round all of them, in orders that differ; of each the middle one counts."""
+    called: list[str] = []
+    times = {"a": [3.0, 1.0, 2.0], "b": [5.0, 4.0, 9.0], "c": [7.0, 7.0, 7.0], "d": [1.0, 2.0, 3.0]}
+
+    def time_ms(function: object, repeat_ms: float, most: int) -> float:
+        called.append(function())  # type: ignore[operator]
+        return times[called[-1]][called.count(called[-1]) - 1]
+
+    monkeypatch.setattr(timing, "time_ms", time_ms)
+    found = timing.in_turn({name: lambda name=name: name for name in times})  # type: ignore[misc]
+    assert found == {"a": 2.0, "b": 5.0, "c": 7.0, "d": 2.0}
+    rounds = [called[i : i + 4] for i in (0, 4, 8)]
+    assert all(sorted(one) == sorted(times) for one in rounds)
+    assert len({tuple(one) for one in rounds}) > 1
 
 
 @pytest.mark.parametrize("pair", [False, True])
@@ -48,4 +64,4 @@ def test_quack_is_asked_for_all_of_the_batch(
     monkeypatch.setitem(sys.modules, "quack", types.ModuleType("quack"))
     monkeypatch.setitem(sys.modules, "quack.gemm_interface", module)
     found = attempt(products._quack(), x[:batch])
-    assert found["ms"] == 1.0, found
+    assert "error" in found, found

@@ -52,13 +52,14 @@ if not INTERPRETING:
             config = persistent_launch.choose(*problem)
             return None if config is None else (config.block_m, config.block_n, config.num_warps)
 
-        assert tile(90, 24, 1024, 132) == (128, 128, 8), "seven tiles a program, not three and four"
-        assert tile(90, 16, 2048, 132) == tile(90, 128, 768, 132) == (128, 128, 4)
-        assert tile(90, 8, 4096, 132) == tile(90, 1, 8192, 132) == (256, 128, 8)
-        assert tile(90, 1, 2048, 132) is None, "too few tiles"
-        assert tile(90, 1, 4096, 132) is None
-        assert tile(100, 8, 4096, 132) is None
-        assert tile(80, 8, 4096, 108) is None
+        staying = (128, 128, 4)
+        assert tile(90, 16, 2048, 2048, 132) == tile(90, 1, 4096, 4096, 132) == tile(90, 8, 4096, 4096, 132) == staying
+        assert tile(90, 1, 4096, 14336, 132) == tile(90, 1, 8192, 8192, 132) == staying
+        assert tile(90, 1, 8192, 28672, 132) is None, "few tiles of many blocks have little to gain"
+        assert tile(90, 24, 1024, 4096, 132) is tile(90, 128, 768, 2048, 132) is None, "wide tiles fill these better"
+        assert tile(90, 1, 2048, 2048, 132) is None, "too few tiles"
+        assert tile(100, 8, 4096, 4096, 132) is None
+        assert tile(80, 8, 4096, 4096, 108) is None
 
     def test_it_is_not_a_default(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(variants.VARIABLE, raising=False)

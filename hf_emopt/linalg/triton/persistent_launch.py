@@ -29,6 +29,7 @@ CANDIDATES = (
     Config(128, 128, 32, 4, 5),
     Config(128, 128, 64, 8, 4),
 )
+_STAYING = Config(128, 128, 64, 4, 3, group=4)
 _INTERPRETED = Config(64, 32, 32, 4, 1, group=2)
 
 Tile: TypeAlias = tuple[int, int, int]
@@ -57,7 +58,7 @@ def _parts(config: Config) -> int:
     return 2 if config.num_warps == 4 and config.block_m == config.block_n and config.block_k >= 64 else 1
 
 
-def choose(architecture: int | None, batch: int, m: int, multiprocessor_count: int) -> Config | None:
+def choose(architecture: int | None, batch: int, m: int, k: int, multiprocessor_count: int) -> Config | None:
     """A configuration for ``batch`` results of ``(m, m)``, or ``None`` where the variant has none.
 
     Args:
@@ -69,14 +70,10 @@ def choose(architecture: int | None, batch: int, m: int, multiprocessor_count: i
         return _INTERPRETED
     if not 90 <= architecture < 100:
         return None
+    if m < 2048 or k > 16384:
+        return None
     squares = batch * (-(-m // 128)) * (-(-m // 128) + 1) // 2
-    if m >= 4096:
-        config = CANDIDATES[0]
-    else:
-        # Two programs a multiprocessor overlap one another, and take twice as many tiles to be level.
-        config = CANDIDATES[2] if squares >= 4 * 2 * multiprocessor_count else CANDIDATES[4]
-    tiles = squares * 128 * 128 // (config.block_m * config.block_n)
-    return config if tiles >= 3 * multiprocessor_count * programs_of(config) else None
+    return _STAYING if squares >= 2 * multiprocessor_count * programs_of(_STAYING) else None
 
 
 def _kinds(m: int, block_m: int, block_n: int, group: int) -> tuple[list[tuple[int, int]], ...]:

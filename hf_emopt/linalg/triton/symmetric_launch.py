@@ -106,7 +106,7 @@ def symmetric_product(
     inputs = (a.mT, b.mT) if trans else (a, b)
     power = 0 if correction is None else power
     if "persistent" in chosen and c is None:
-        stays = _persistent_config(inputs, out, config)
+        stays = _persistent_config(inputs, out, k, config)
         if stays is not None:
             persistent_launch.persistent_product(
                 *inputs, out, alpha=alpha, diagonal=diagonal, correction=correction, power=power,
@@ -129,14 +129,14 @@ def symmetric_product(
     return out
 
 
-def _persistent_config(inputs: tuple[Tensor, Tensor], out: Tensor, config: Config | None) -> Config | None:
+def _persistent_config(inputs: tuple[Tensor, Tensor], out: Tensor, k: int, config: Config | None) -> Config | None:
     """Tiles for programs that stay (``config`` where one is asked for), or ``None`` where they cannot compute this."""
     if out.element_size() != 2 or not all(describable(x) for x in (*inputs, out)):
         return None
     if config is not None:
         return config if config.descriptors else None
     arch = None if interpreting() else architecture(out.device)
-    return persistent_launch.choose(arch, out.shape[0], out.shape[1], multiprocessors(out.device))
+    return persistent_launch.choose(arch, out.shape[0], out.shape[1], k, multiprocessors(out.device))
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
