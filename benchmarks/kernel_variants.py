@@ -2,11 +2,8 @@
 
 python benchmarks/kernel_variants.py                        # some 90 s on an H200, half of it compiling in parallel
 python benchmarks/kernel_variants.py --part orthogonalization --shapes 12x768x3072
-python benchmarks/kernel_variants.py --part orthogonalization persistent --variants estimate,diagonal \
-    estimate,diagonal,persistent --shapes 24x1024x4096 16x2048x2048 8x4096x4096 1x8192x8192 1x8192x28672
 
-The first of ``--variants`` is what the others are compared with. ``persistent``: products alone, every candidate of that
-variant beside the table's tile, the same tile with a program for each, and QuACK where it is installed.
+The first of ``--variants`` is what the others are compared with.
 
 Whatever is not faster is to be removed. Medians of rounds that alternate between the variants, L2 cleared between calls.
 """
@@ -14,7 +11,6 @@ Whatever is not faster is to be removed. Medians of rounds that alternate betwee
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import subprocess
@@ -32,7 +28,7 @@ from hf_emopt.bench.timing import Shape, device_facts, graphed, in_turn, time_ms
 from hf_emopt.linalg import cuda_graphs
 from hf_emopt.linalg.newton_schulz import newton_schulz
 from hf_emopt.linalg.symmetric import normalize_cast
-from hf_emopt.linalg.triton import persistent_launch, runtime, variants
+from hf_emopt.linalg.triton import runtime, variants
 from hf_emopt.linalg.triton.configs import Config, choose
 
 ALL = "estimate,diagonal"
@@ -40,7 +36,6 @@ VARIANTS = ("", "estimate", "diagonal", ALL)
 ROUNDS = 3
 # Three programs a multiprocessor, which takes the registers that `diagonal` saves.
 SMALL_TILES = (Config(128, 128, 64, 4, 3), Config(128, 128, 64, 4, 2), Config(128, 128, 32, 4, 4))
-LARGE = ((24, 1024, 4096), (16, 2048, 2048), (8, 4096, 4096), (1, 8192, 8192), (1, 8192, 28672), (128, 768, 2048))
 SHORT = ((12, 768, 768), (128, 768, 768), (24, 1024, 1024), (128, 768, 2048), (24, 1024, 4096))
 
 
@@ -130,50 +125,6 @@ def tile_functions(shape: Shape) -> dict[str, Callable[[], object]]:
     return functions
 
 
-def persistent_functions(shape: Shape) -> dict[str, Callable[[], object]]:
-    """``X X^T`` in bfloat16: the table's tile, then every candidate with a program for each tile and with programs that
-    stay."""
-    from hf_emopt.linalg.triton.symmetric_launch import symmetric_product
-
-    batch, m, _ = shape
-    x = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
-    out = x.new_empty(batch, m, m)
-    functions: dict[str, Callable[[], object]] = {}
-    candidates: list[tuple[str, str, Config | None]] = [("table", ALL, None)]
-    for one in persistent_launch.CANDIDATES:
-        tile = f"{one.block_m}x{one.block_n}x{one.block_k}, {one.num_warps} warps"
-        candidates += [(tile, ALL, one), (f"{tile}, persistent", f"{ALL},persistent", one)]
-    for name, names, config in candidates:
-
-        def function(names: str = names, config: Config | None = config) -> Tensor:
-            use(names)
-            return symmetric_product(x, x, None, out, alpha=1.0, beta=0.0, config=config)
-
-        functions[name] = function
-    return functions
-
-
-def persistent(shape: Shape, repeat_ms: float) -> dict[str, float]:
-    """ms of a launch; first says of every candidate whether its result is the table's to the bit."""
-    from hf_emopt.bench.products import _PEERS
-
-    functions = persistent_functions(shape)
-    reference = functions["table"]().clone()  # type: ignore[attr-defined]
-    for name, function in functions.items():
-        result = function()
-        if not torch.equal(result, reference) or not torch.equal(result, result.mT):  # type: ignore[arg-type, attr-defined]
-            show(f"NOT THE SAME: {name}, {shape}: {int((result != reference).sum())} elements differ")
-    module, make = _PEERS["QuACK"]
-    if importlib.util.find_spec(module) is not None:
-        product, x = make(), torch.randn(shape, device="cuda", dtype=torch.bfloat16)
-        try:
-            product(x)
-            functions["QuACK"] = lambda: product(x)
-        except Exception as problem:
-            show(f"QuACK {shape}: {type(problem).__name__}: {str(problem)[:200]}")
-    return in_turn(functions, repeat_ms, ROUNDS, most=60)
-
-
 def tiles(shape: Shape, repeat_ms: float) -> dict[str, float]:
     """ms of a launch, in graphs of eight."""
 
@@ -188,7 +139,7 @@ def compile_all(shapes: Sequence[Shape], parts: Sequence[str], names: Sequence[s
     """Fills Triton's cache, by a process for each shape and one for the tiles."""
     command = [sys.executable, __file__, "--warm", "--variants", *names]
     jobs = [["--shapes", "x".join(map(str, shape))] for shape in shapes if "orthogonalization" in parts]
-    jobs += [["--part", part] for part in ("tiles", "persistent") if part in parts]
+    jobs += [["--part", part] for part in ("tiles",) if part in parts]
     codes = [process.wait() for process in [subprocess.Popen([*command, *job]) for job in jobs]]
     if any(codes):
         raise RuntimeError(f"processes that compile failed, exit codes {codes}; their errors are above")
@@ -197,8 +148,7 @@ def compile_all(shapes: Sequence[Shape], parts: Sequence[str], names: Sequence[s
 def warm(shapes: Sequence[Shape], parts: Sequence[str], names: Sequence[str]) -> None:
     os.environ[cuda_graphs.DISABLE_VARIABLE] = "1"
     if "orthogonalization" not in parts:
-        every = [tile_functions(shape) for shape in SHORT] if "tiles" in parts else [persistent_functions(LARGE[0])]
-        for functions in every:
+        for functions in [tile_functions(shape) for shape in SHORT]:
             for function in functions.values():
                 function()
         shapes = ()
@@ -234,7 +184,7 @@ def report(rows: Sequence[dict[str, Any]]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="*", help="BATCHxMxN; default: the twelve of docs/kernels.md")
-    parser.add_argument("--part", choices=("orthogonalization", "normalization", "tiles", "persistent"), nargs="*")
+    parser.add_argument("--part", choices=("orthogonalization", "normalization", "tiles"), nargs="*")
     parser.add_argument(
         "--variants", nargs="*", default=VARIANTS, help="what orthogonalizations run with, as the variable"
     )
@@ -264,7 +214,7 @@ def main() -> int:
             torch.cuda.empty_cache()
         report(results["rows"])
         show(f"after {time.perf_counter() - started:.0f} s")
-    others = (("normalization", normalization, shapes), ("tiles", tiles, SHORT), ("persistent", persistent, LARGE))
+    others = (("normalization", normalization, shapes), ("tiles", tiles, SHORT))
     for part, function, problems in others:
         if part not in parts:
             continue

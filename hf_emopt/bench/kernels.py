@@ -234,20 +234,23 @@ def measure_product(
     c = torch.zeros_like(out) if with_c else None
     short = 2 * batch * m * m * k < 1.5e11
 
-    def time(function: Callable[[], Any]) -> float:
-        # What takes less time than its launch is timed as a graph of eight.
-        if not short:
-            return time_ms(function, repeat_ms)
-        return time_ms(graphed(lambda: [function() for _ in range(8)]), repeat_ms) / 8
-
-    times: dict[Config | None, float] = {}
-    if c is not None:
-        times[None] = time(lambda: torch.baddbmm(c, a, a.mT, out=out))
-    else:
-        times[None] = time(lambda: torch.bmm(a, a.mT, out=out))
+    functions: dict[Any, Callable[[], Any]] = {
+        None: functools.partial(torch.baddbmm, c, a, a.mT, out=out)
+        if c is not None
+        else lambda: torch.bmm(a, a.mT, out=out)
+    }
     for config in candidates:
-        times[config] = time(functools.partial(symmetric_product, a, a, c, out, alpha=1.0, beta=1.0, config=config))
-    return times
+        if not (with_c and config.persistent):  # those take none
+            functions[config] = functools.partial(symmetric_product, a, a, c, out, alpha=1.0, beta=1.0, config=config)
+    if short:  # what takes less time than its launch is timed as a graph of eight
+        eights = {key: graphed(functools.partial(_eight_times, function)) for key, function in functions.items()}
+        return {key: ms / 8 for key, ms in in_turn(eights, repeat_ms).items()}
+    return in_turn(functions, repeat_ms)
+
+
+def _eight_times(function: Callable[[], Any]) -> None:
+    for _ in range(8):
+        function()
 
 
 # Reports

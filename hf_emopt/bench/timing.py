@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 __all__ = ["Shape", "device_facts", "graphed", "in_turn", "time_ms"]
 
+_Name = TypeVar("_Name")
 Shape = tuple[int, int, int]
 """Number of matrices, rows, columns."""
 
@@ -40,15 +41,15 @@ def time_ms(function: Callable[[], Any], repeat_ms: float = 60.0, least: int = 5
 
 
 def in_turn(
-    functions: Mapping[str, Callable[[], Any]], repeat_ms: float = 60.0, rounds: int = 3, most: int = 200
-) -> dict[str, float]:
+    functions: Mapping[_Name, Callable[[], Any]], repeat_ms: float = 60.0, rounds: int = 3, most: int = 200
+) -> dict[_Name, float]:
     """Median over rounds of :func:`time_ms`, every round all functions, each round in an order of its own.
 
     At a power limit it counts what ran before: the first of a fixed order came out 1.5 to 4 % slower than the same function
     at another place.
     """
     order = random.Random(0)
-    times: dict[str, list[float]] = {name: [] for name in functions}
+    times: dict[_Name, list[float]] = {name: [] for name in functions}
     for _ in range(rounds):
         for name in order.sample(list(functions), len(functions)):
             times[name].append(time_ms(functions[name], repeat_ms, most=most))

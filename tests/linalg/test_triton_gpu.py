@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,7 +11,7 @@ from torch import Tensor
 from hf_emopt.linalg import cuda_graphs, newton_schulz, resolve_coefficients
 from hf_emopt.linalg.gram_newton_schulz import iterate
 from hf_emopt.linalg.symmetric import kernels_pay, normalize_cast, syrk
-from hf_emopt.linalg.triton import configs, launching, persistent_launch, runtime, variants
+from hf_emopt.linalg.triton import configs, launching, runtime, variants
 from hf_emopt.linalg.triton.configs import Config
 
 pytestmark = pytest.mark.skipif(
@@ -163,7 +165,7 @@ def test_twelve_shapes_and_ten_coefficient_sets_share_their_binaries() -> None:
     assert len(launching._COMPILED) == kept
 
 
-@pytest.mark.parametrize("chosen", ["", "estimate", "diagonal", "estimate,diagonal", "estimate,diagonal,persistent"])
+@pytest.mark.parametrize("chosen", ["", "estimate", "diagonal", "estimate,diagonal"])
 def test_variants_are_exact_repeatable_and_accurate(chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The default ones, what they replace, and one that is none; a device without a table runs the products alone."""
     from hf_emopt.linalg.triton.symmetric_launch import symmetric_product
@@ -198,12 +200,10 @@ def test_variants_are_exact_repeatable_and_accurate(chosen: str, monkeypatch: py
             assert error <= 1.5 * other, (kind, error, other)
 
 
-@pytest.mark.parametrize("config", persistent_launch.CANDIDATES, ids=str)
+@pytest.mark.parametrize("config", [c for c in configs.CANDIDATES[90] if c.persistent], ids=str)
 @pytest.mark.parametrize("trans", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_persistent_products_are_the_same_to_the_bit(
-    config: Config, trans: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_persistent_products_are_the_same_to_the_bit(config: Config, trans: bool, dtype: torch.dtype) -> None:
     """Fewer tiles than programs and many more; one factor and two; sums of one block and of many. Nothing is added to the
     diagonal: there one kernel rounds once where another rounds twice. The test above adds integers."""
     from hf_emopt.linalg.triton.symmetric_launch import symmetric_product
@@ -217,10 +217,9 @@ def test_persistent_products_are_the_same_to_the_bit(
         for b in (a, a.clone()):
             for more in ({}, {"correction": t, "power": 1}, {"correction": t, "power": 2}):
                 results = []
-                for chosen in ("estimate,diagonal", "estimate,diagonal,persistent", "estimate,diagonal,persistent"):
-                    monkeypatch.setenv(variants.VARIABLE, chosen)
+                for one in (replace(config, persistent=False), config, config):
                     out = torch.full((batch, m, m), float("nan"), device="cuda", dtype=dtype)
-                    symmetric_product(a, b, None, out, alpha=0.3, beta=0.0, config=config, **more)  # type: ignore[arg-type]
+                    symmetric_product(a, b, None, out, alpha=0.3, beta=0.0, config=one, **more)  # type: ignore[arg-type]
                     results.append(out)
                 assert torch.equal(results[1], results[1].mT)
                 assert torch.equal(results[1], results[0])

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from interpreted import INTERPRETING, run_in_interpreter, small_integers
 from torch import Tensor
 
-from hf_emopt.linalg.triton import configs, persistent_launch, variants
+from hf_emopt.linalg.triton import configs, persistent_launch
 from hf_emopt.linalg.triton.configs import Config
-
-TILES = ((32, 32), (32, 64), (64, 32))
 
 if not INTERPRETING:
 
@@ -18,55 +18,36 @@ if not INTERPRETING:
         run_in_interpreter(__file__)
 
     @pytest.mark.parametrize(("m", "batch", "programs"), [(70, 3, 4), (256, 2, 5), (31, 4, 3), (320, 1, 100)])
-    @pytest.mark.parametrize(("block_m", "block_n"), TILES)
-    def test_every_square_belongs_to_one_program(m: int, batch: int, programs: int, block_m: int, block_n: int) -> None:
-        side = min(block_m, block_n)
-        found = persistent_launch.schedule(m, batch, programs, block_m, block_n, group=2)
+    def test_every_tile_belongs_to_one_program(m: int, batch: int, programs: int) -> None:
+        found = persistent_launch.schedule(m, batch, programs, 32, group=2)
         assert [start for start, *_ in found.bounds] == [0, *(end for *_, end in found.bounds[:-1])]
         assert found.bounds[-1][-1] == len(found.tiles)
-        squares = []
-        for whole, below, on, end in found.bounds:
-            assert whole <= below <= on <= end
-            for t in range(whole, end):
-                b, row, col = found.tiles[t]
+        for below, on, end in found.bounds:
+            assert below <= on <= end
+            for t in range(below, end):
+                _, row, col = found.tiles[t]
                 assert (row == col) == (t >= on)
-                rows, cols = (block_m, block_n) if t < below else (side, side)
-                squares += [(b, i, j) for i in range(row, row + rows, side) for j in range(col, col + cols, side)]
-        within = [square for square in squares if square[1] < m]
-        assert len(set(within)) == len(within)
-        starts = range(0, m, side)
-        assert set(within) == {(b, i, j) for b in range(batch) for i in starts for j in starts if j <= i}
+        assert len(set(found.tiles)) == len(found.tiles)
+        starts = range(0, m, 32)
+        assert set(found.tiles) == {(b, i, j) for b in range(batch) for i in starts for j in starts if j <= i}
 
     def test_programs_are_level() -> None:
-        """8 x 4096 on 132 multiprocessors, in squares: none has more than one over the mean."""
-        found = persistent_launch.schedule(4096, 8, 132, 256, 128, 16)
-        loads = [2 * (below - whole) + end - below for whole, below, _, end in found.bounds]
+        """8 x 4096 on 132 multiprocessors: none has more than one tile over the mean."""
+        found = persistent_launch.schedule(4096, 8, 264, 128, 4)
+        loads = [end - below for below, _, end in found.bounds]
         assert sum(loads) == 8 * 32 * 33 // 2
-        assert max(loads) == 32
+        assert {max(loads), min(loads)} == {16}
         # Tiles that start together are of one neighbourhood.
-        first = [found.tiles[whole] for whole, *_ in found.bounds]
+        first = [found.tiles[below] for below, *_ in found.bounds]
         assert {b for b, *_ in first} == {0}
 
-    def test_which_problems_it_takes() -> None:
-        def tile(*problem: int) -> tuple[int, int, int] | None:
-            config = persistent_launch.choose(*problem)
-            return None if config is None else (config.block_m, config.block_n, config.num_warps)
-
-        staying = (128, 128, 4)
-        assert tile(90, 16, 2048, 2048, 132) == tile(90, 1, 4096, 4096, 132) == tile(90, 8, 4096, 4096, 132) == staying
-        assert tile(90, 1, 4096, 14336, 132) == tile(90, 1, 8192, 8192, 132) == staying
-        assert tile(90, 1, 8192, 28672, 132) is None, "few tiles of many blocks have little to gain"
-        assert tile(90, 24, 1024, 4096, 132) is tile(90, 128, 768, 2048, 132) is None, "wide tiles fill these better"
-        assert tile(90, 1, 2048, 2048, 132) is None, "too few tiles"
-        assert tile(100, 8, 4096, 4096, 132) is None
-        assert tile(80, 8, 4096, 4096, 108) is None
-
-    def test_it_is_not_a_default(monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.delenv(variants.VARIABLE, raising=False)
-        assert not variants.enabled("persistent")
-        assert configs.choose(90, 8, 4096, 4096) == Config(256, 128, 64, 8, 4)
+    def test_where_it_was_measured_to_gain(monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv(configs.TABLE_VARIABLE, raising=False)
+        staying = Config(128, 128, 64, 4, 3, group=4, persistent=True)
+        assert configs.choose(90, 1, 4096, 4096) == configs.choose(90, 1, 4096, 11008) == staying
+        assert configs.choose(90, 8, 4096, 4096) == configs.choose(90, 1, 8192, 8192) == Config(256, 128, 64, 8, 4)
         assert configs.choose(90, 24, 1024, 4096) == Config(128, 128, 64, 8, 4)
-        assert configs.choose(90, 16, 2048, 2048) == Config(128, 128, 64, 4, 3, group=8)
+        assert not any(entry.config.persistent for entry in configs.load_table(90) if entry.with_c)
 
 
 if INTERPRETING:
@@ -74,8 +55,8 @@ if INTERPRETING:
     from hf_emopt.linalg.gram_newton_schulz import iterate
     from hf_emopt.linalg.triton.symmetric_launch import symmetric_product
 
-    # Of 4 warps: squares are stored in two parts, in one by depth 32 and where tiles are not square.
-    CONFIGS = [Config(*tile, 32, 4, 1, group=2) for tile in TILES] + [Config(32, 32, 64, 4, 1, group=2)]
+    # Tiles are stored in two parts, or by depth 32 in one.
+    CONFIGS = [Config(32, 32, depth, 4, 1, group=2, persistent=True) for depth in (32, 64)]
 
     @pytest.fixture(autouse=True)
     def _seed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,16 +71,13 @@ if INTERPRETING:
         monkeypatch.setattr(persistent_launch, "launch", lambda *a, **k: (counts.append(a[2]), original(*a, **k))[1])
         return counts
 
-    def both(
-        monkeypatch: pytest.MonkeyPatch, a: Tensor, b: Tensor, dtype: torch.dtype, **kwargs: object
-    ) -> list[Tensor]:
-        """Without and with the variant, into memory of NaN with rows of 16 bytes."""
+    def both(a: Tensor, b: Tensor, dtype: torch.dtype, config: Config, **kwargs: object) -> list[Tensor]:
+        """By programs of one tile and by programs that stay, into memory of NaN with rows of 16 bytes."""
         m = a.shape[-2]
         results = []
-        for chosen in ("estimate,diagonal", "estimate,diagonal,persistent"):
-            monkeypatch.setenv(variants.VARIABLE, chosen)
+        for one in (replace(config, persistent=False), config):
             wide = torch.full((*a.shape[:-1], -(-m // 8) * 8), float("nan"), dtype=dtype)
-            symmetric_product(a, b, None, wide[..., :m], **kwargs)  # type: ignore[arg-type]
+            symmetric_product(a, b, None, wide[..., :m], config=one, **kwargs)  # type: ignore[arg-type]
             assert wide[..., m:].isnan().all()
             results.append(wide[..., :m])
         return results
@@ -124,7 +102,6 @@ if INTERPRETING:
         power: int,
         dtype: torch.dtype,
         trans: bool,
-        monkeypatch: pytest.MonkeyPatch,
         launches: list[int],
     ) -> None:
         """Integers: exact whatever the order of sums, so that every element must be right."""
@@ -135,7 +112,7 @@ if INTERPRETING:
             y = rows_of_16_bytes(y.mT).mT if trans else rows_of_16_bytes(y)
         t = torch.tensor([0.5, 2.0, 1.0])[: shape[0] if len(shape) == 3 else 1]
         numbers = {"alpha": 0.5, "beta": 0.0, "diagonal": 3.0, "correction": t, "power": power}
-        plain, ours = both(monkeypatch, x, y, dtype, config=config, **numbers)
+        plain, ours = both(x, y, dtype, config, **numbers)
         assert len(launches) == 1
         assert torch.equal(ours, ours.mT)
         assert torch.equal(ours, plain)
@@ -143,15 +120,13 @@ if INTERPRETING:
         product, eye = 0.5 * (x.double() @ y.double().mT), 3 * torch.eye(shape[-2]).double()
         assert torch.equal(ours.double(), factor**power * product + (factor if power == 1 else 1) * eye)
 
-    @pytest.mark.parametrize("config", [CONFIGS[0], CONFIGS[3]], ids=str)
+    @pytest.mark.parametrize("config", CONFIGS, ids=str)
     @pytest.mark.parametrize("same", [True, False])
-    def test_the_same_bits_of_sums_that_are_rounded(
-        config: Config, same: bool, monkeypatch: pytest.MonkeyPatch, launches: list[int]
-    ) -> None:
-        """Square tiles, whose sums the interpreter takes in the same order."""
+    def test_the_same_bits_of_sums_that_are_rounded(config: Config, same: bool, launches: list[int]) -> None:
+        """Sums that the interpreter takes in the same order."""
         a = torch.randn(3, 136, 72).half()
         b = a if same else a.clone()
-        plain, ours = both(monkeypatch, a, b, torch.float16, alpha=0.3, beta=0.0, diagonal=0.7, config=config)
+        plain, ours = both(a, b, torch.float16, config, alpha=0.3, beta=0.0, diagonal=0.7)
         assert launches == [4]
         assert torch.equal(ours, plain)
         assert torch.equal(ours, ours.mT)
@@ -160,21 +135,20 @@ if INTERPRETING:
     def test_any_number_of_programs(count: int, monkeypatch: pytest.MonkeyPatch, launches: list[int]) -> None:
         monkeypatch.setattr(persistent_launch, "multiprocessors", lambda device: count)
         a = torch.randn(2, 104, 40).half()
-        plain, ours = both(monkeypatch, a, a, torch.float16, alpha=1.0, beta=0.0, config=CONFIGS[0])
+        plain, ours = both(a, a, torch.float16, CONFIGS[0], alpha=1.0, beta=0.0)
         assert launches == [min(2 * count, 32)]
         assert torch.equal(ours, plain)
 
-    def test_what_it_leaves_to_the_other_kernels(monkeypatch: pytest.MonkeyPatch, launches: list[int]) -> None:
-        monkeypatch.setenv(variants.VARIABLE, "persistent")
+    def test_what_it_leaves_to_the_other_kernels(launches: list[int]) -> None:
         x = small_integers(2, 40, 24).half()
         c = small_integers(2, 40, 40).half()
         c = c.tril() + c.tril(-1).mT
         exact = x.double() @ x.double().mT
         out = torch.empty(2, 40, 40, dtype=torch.float16)
-        for config in (CONFIGS[1], Config(32, 32, 32, 4, 1, False)):
+        for config in (CONFIGS[1], Config(32, 32, 32, 4, 1, False, persistent=True)):
             symmetric_product(x, x, c, out, alpha=1.0, beta=2.0, config=config)
             assert torch.equal(out.double(), exact + 2 * c.double())
-        symmetric_product(x, x, None, out, alpha=1.0, beta=0.0, config=Config(32, 32, 32, 4, 1, False))
+        symmetric_product(x, x, None, out, alpha=1.0, beta=0.0, config=Config(32, 32, 32, 4, 1, False, persistent=True))
         assert torch.equal(out.double(), exact)
         wide = torch.empty(2, 40, 40)
         symmetric_product(x, x, None, wide, alpha=1.0, beta=0.0, config=CONFIGS[1])
@@ -182,6 +156,8 @@ if INTERPRETING:
         odd = small_integers(2, 41, 25).half()[:, 1:, 1:]
         symmetric_product(odd, odd, None, out, alpha=1.0, beta=0.0, config=CONFIGS[1])
         assert torch.equal(out.double(), odd.double() @ odd.double().mT)
+        symmetric_product(x, x, None, out, alpha=1.0, beta=0.0, config=Config(64, 32, 32, 4, 1, persistent=True))
+        assert torch.equal(out.double(), exact)
         assert not launches
         symmetric_product(x, x, None, out, alpha=1.0, beta=0.0, config=CONFIGS[1])
         assert len(launches) == 1
@@ -192,8 +168,8 @@ if INTERPRETING:
         x = torch.randn(shape)
         exact = iterate(x.double(), resolved.steps, None, 1.0, torch.float64, "torch")
         errors = []
-        for chosen in ("estimate,diagonal", "estimate,diagonal,persistent"):
-            monkeypatch.setenv(variants.VARIABLE, chosen)
+        for config in (replace(CONFIGS[0], persistent=False), CONFIGS[0]):
+            monkeypatch.setattr(configs, "choose", lambda *_, config=config: config)
             y = iterate(x, resolved.steps, None, 1.0, torch.float16, "triton")
             errors.append(((y.double() - exact).norm() / exact.norm()).item())
         assert len(launches) == 10

@@ -30,6 +30,8 @@ class Config:
         num_warps, num_stages: warps a program, and depth of software pipelining.
         descriptors: load and store by tensor descriptors (sm_90 and later, 16-byte rows) or by pointers.
         group: tiles are launched in squares of ``group`` by ``group``, which decides what the L2 cache holds.
+        persistent: programs stay, compute several tiles each and read the next one while they store
+            (:mod:`hf_emopt.linalg.triton.persistent_kernels`), where the problem allows it; else as without.
     """
 
     block_m: int
@@ -39,6 +41,7 @@ class Config:
     num_stages: int
     descriptors: bool = True
     group: int = 16
+    persistent: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,7 @@ CANDIDATES: dict[int, tuple[Config, ...]] = {
         # Three programs a multiprocessor, with the registers that the variant `diagonal` leaves.
         Config(128, 128, 64, 4, 2),
         Config(128, 128, 32, 4, 4),
+        Config(128, 128, 64, 4, 3, group=4, persistent=True),
     ),
     100: (
         Config(128, 128, 64, 4, 3),

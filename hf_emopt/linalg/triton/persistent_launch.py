@@ -1,6 +1,6 @@
-"""Launches the variant ``persistent`` of symmetric products: which problems, which tiles, and which program has which.
+"""Launches symmetric products on programs that stay: which problems, and which program has which tiles.
 
-For sm_90, inputs that descriptors can read, results of 16 bits and no ``+ beta C``; all else runs on the other kernels.
+For sm_90, square tiles, inputs that descriptors can read, results of 16 bits and no ``+ beta C``.
 """
 
 from __future__ import annotations
@@ -14,23 +14,14 @@ import torch
 from torch import Tensor
 
 from hf_emopt.linalg.triton.configs import Config
-from hf_emopt.linalg.triton.descriptors import descriptor
+from hf_emopt.linalg.triton.descriptors import describable, descriptor
 from hf_emopt.linalg.triton.launching import launch, specialization
 from hf_emopt.linalg.triton.runtime import interpreting, multiprocessors
 
-__all__ = ["CANDIDATES", "Schedule", "choose", "persistent_product", "programs_of", "schedule"]
+__all__ = ["PROGRAMS", "Schedule", "persistent_product", "schedule", "takes"]
 
-# What is compared on a GPU. None of these has been measured; all compile without spills, with as many registers and as much
-# shared memory as `programs_of` needs (tests/linalg/test_triton_persistent.py).
-CANDIDATES = (
-    Config(256, 128, 64, 8, 4),
-    Config(128, 256, 64, 8, 4),
-    Config(128, 128, 64, 4, 3),
-    Config(128, 128, 32, 4, 5),
-    Config(128, 128, 64, 8, 4),
-)
-_STAYING = Config(128, 128, 64, 4, 3, group=4)
-_INTERPRETED = Config(64, 32, 32, 4, 1, group=2)
+PROGRAMS = 2
+"""That share a multiprocessor: while one turns and stores a tile, the other multiplies."""
 
 Tile: TypeAlias = tuple[int, int, int]
 
@@ -40,90 +31,59 @@ class Schedule(NamedTuple):
 
     Attributes:
         tiles: matrix, first row and first column of each tile, program after program.
-        bounds: of every program: where its whole tiles begin, its squares below the diagonal, its squares on it, and its end.
+        bounds: of every program: where its tiles below the diagonal begin, its tiles on it, and its end.
     """
 
     tiles: tuple[Tile, ...]
-    bounds: tuple[tuple[int, int, int, int], ...]
-
-
-def programs_of(config: Config) -> int:
-    """Programs that share a multiprocessor: two of four warps and 128 x 128, one of anything larger."""
-    return 2 if config.num_warps == 4 else 1
+    bounds: tuple[tuple[int, int, int], ...]
 
 
 def _parts(config: Config) -> int:
-    """How many pieces a square is stored in: two programs a multiprocessor have no room for it beside their blocks, but
+    """How many pieces a tile is stored in: two programs a multiprocessor have no room for all of it beside their blocks, but
     those of depth 32 do."""
-    return 2 if config.num_warps == 4 and config.block_m == config.block_n and config.block_k >= 64 else 1
+    return 2 if config.block_k >= 64 else 1
 
 
-def choose(architecture: int | None, batch: int, m: int, k: int, multiprocessor_count: int) -> Config | None:
-    """A configuration for ``batch`` results of ``(m, m)``, or ``None`` where the variant has none.
-
-    Args:
-        architecture: compute capability as one number; ``None`` when interpreting.
-        multiprocessor_count: of the device. With fewer than three tiles a program, little is read ahead, and programs are
-            not level.
-    """
-    if architecture is None:
-        return _INTERPRETED
-    if not 90 <= architecture < 100:
-        return None
-    if m < 2048 or k > 16384:
-        return None
-    squares = batch * (-(-m // 128)) * (-(-m // 128) + 1) // 2
-    return _STAYING if squares >= 2 * multiprocessor_count * programs_of(_STAYING) else None
+def takes(a: Tensor, b: Tensor, c: Tensor | None, out: Tensor, config: Config) -> bool:
+    """Whether a product can be computed so."""
+    return (
+        c is None
+        and config.descriptors
+        and config.block_m == config.block_n
+        and out.element_size() == 2
+        and all(describable(x) for x in (a, b, out))
+    )
 
 
-def _kinds(m: int, block_m: int, block_n: int, group: int) -> tuple[list[tuple[int, int]], ...]:
-    """First rows and columns of whole tiles, of squares below the diagonal and of squares on it; the first in squares of
-    ``group`` tiles, so that programs that run together read the same rows."""
-    side = min(block_m, block_n)
-    step = group * max(block_m, block_n)
-    whole: list[tuple[int, int]] = []
-    below: list[tuple[int, int]] = []
-    on: list[tuple[int, int]] = []
-    for row in range(0, m, block_m):
-        for col in range(0, min(row + block_m, m), block_n):
-            if row >= col + block_n:
-                whole.append((row, col))
-                continue
-            for i in range(row, min(row + block_m, m), side):
-                for j in range(col, min(col + block_n, i + 1), side):
-                    (on if i == j else below).append((i, j))
-    return sorted(whole, key=lambda t: (t[0] // step, t[1] // step, t)), below, on
+def _kinds(m: int, block: int, group: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """First rows and columns of tiles below the diagonal and of those on it; the former in squares of ``group`` tiles, so
+    that programs that run together read the same rows."""
+    step = group * block
+    below = [(row, col) for row in range(0, m, block) for col in range(0, row, block)]
+    return sorted(below, key=lambda t: (t[0] // step, t[1] // step, t)), [(row, row) for row in range(0, m, block)]
 
 
-def schedule(m: int, batch: int, programs: int, block_m: int, block_n: int, group: int) -> Schedule:
-    """Whole tiles in turn, so that programs are level and read the same rows; then squares, each to the program that has
-    least. A square counts half of a tile of two squares."""
-    kinds = _kinds(m, block_m, block_n, group)
-    weights = (max(block_m, block_n) // min(block_m, block_n), 1, 1)
-    given: list[tuple[list[Tile], ...]] = [([], [], []) for _ in range(programs)]
+def schedule(m: int, batch: int, programs: int, block: int, group: int) -> Schedule:
+    """Tiles in turn, each to the program that has least, so that programs are level and read the same rows."""
+    given: list[tuple[list[Tile], list[Tile]]] = [([], []) for _ in range(programs)]
     loads = [(0, p) for p in range(programs)]
-    for kind, (places, weight) in enumerate(zip(kinds, weights, strict=True)):
+    for kind, places in enumerate(_kinds(m, block, group)):
         for b in range(batch):
             for row, col in places:
                 load, p = loads[0]
                 given[p][kind].append((b, row, col))
-                heapq.heapreplace(loads, (load + weight, p))
+                heapq.heapreplace(loads, (load + 1, p))
     tiles: list[Tile] = []
     bounds = []
-    for lists in given:
-        starts = [len(tiles)]
-        for some in lists:
-            tiles += some
-            starts.append(len(tiles))
-        bounds.append((starts[0], starts[1], starts[2], starts[3]))
+    for below, on in given:
+        bounds.append((len(tiles), len(tiles) + len(below), len(tiles) + len(below) + len(on)))
+        tiles += [*below, *on]
     return Schedule(tuple(tiles), tuple(bounds))
 
 
 @functools.lru_cache(maxsize=1024)
-def _tables(
-    m: int, batch: int, programs: int, block_m: int, block_n: int, group: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    found = schedule(m, batch, programs, block_m, block_n, group)
+def _tables(m: int, batch: int, programs: int, block: int, group: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    found = schedule(m, batch, programs, block, group)
     tables = (torch.tensor(found.tiles, dtype=torch.int32), torch.tensor(found.bounds, dtype=torch.int32))
     return tables[0].to(device), tables[1].to(device)
 
@@ -147,27 +107,24 @@ def persistent_product(
         a, b: ``(B, m, k)``, or ``(B, k, m)`` with ``trans``, bfloat16 or float16, describable.
         out: ``(B, m, m)`` of 16-bit elements, describable.
         correction, power: as for :func:`~hf_emopt.linalg.triton.symmetric_launch.symmetric_product`; power 0 without one.
+        config: square tiles, for which :func:`takes` is true.
         same: B is A.
     """
     from hf_emopt.linalg.triton.persistent_kernels import persistent_product_kernel as kernel
 
     batch, m = out.shape[:2]
     k = a.shape[1] if trans else a.shape[2]
-    block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
-    side = min(block_m, block_n)
-    square = block_m == block_n
-    parts = _parts(config)
-    programs = min(multiprocessors(out.device) * programs_of(config), batch * (-(-m // side)) ** 2)
-    tiles, bounds = _tables(m, batch, programs, block_m, block_n, config.group, out.device)
+    block, block_k, parts = config.block_m, config.block_k, _parts(config)
+    programs = min(multiprocessors(out.device) * PROGRAMS, batch * (-(-m // block)) ** 2)
+    tiles, bounds = _tables(m, batch, programs, block, config.group, out.device)
 
-    def factor(x: Tensor, rows: int) -> Any:
-        return descriptor(x, *((block_k, rows) if trans else (rows, block_k)))
+    def factor(x: Tensor) -> Any:
+        return descriptor(x, *((block_k, block) if trans else (block, block_k)))
 
     arguments = (
-        factor(a, block_m),
-        None if square and same else factor(b, block_n),
-        None if square or same else factor(b if block_m < block_n else a, side),
-        descriptor(out, side, side // parts),
+        factor(a),
+        None if same else factor(b),
+        descriptor(out, block, block // parts),
         correction,
         tiles,
         bounds,
@@ -175,8 +132,7 @@ def persistent_product(
         alpha,
         diagonal,
         trans,
-        block_m,
-        block_n,
+        block,
         block_k,
         interpreting(),
         power,

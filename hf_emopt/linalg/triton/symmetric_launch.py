@@ -14,7 +14,7 @@ from hf_emopt.linalg.triton import configs, persistent_launch, variants
 from hf_emopt.linalg.triton.configs import Config
 from hf_emopt.linalg.triton.descriptors import describable, descriptor
 from hf_emopt.linalg.triton.launching import launch, specialization
-from hf_emopt.linalg.triton.runtime import architecture, interpreting, multiprocessors
+from hf_emopt.linalg.triton.runtime import architecture, interpreting
 
 __all__ = ["symmetric_product", "tile_table"]
 
@@ -105,16 +105,16 @@ def symmetric_product(
     trans = a.stride(-1) != 1
     inputs = (a.mT, b.mT) if trans else (a, b)
     power = 0 if correction is None else power
-    if "persistent" in chosen and c is None:
-        stays = _persistent_config(inputs, out, k, config)
-        if stays is not None:
-            persistent_launch.persistent_product(
-                *inputs, out, alpha=alpha, diagonal=diagonal, correction=correction, power=power,
-                config=stays, trans=trans, same=_same(a, b),
-            )  # fmt: skip
-            return out
     if config is None:
         config = configs.choose(None if interpreting() else architecture(a.device), batch, m, k, c is not None)
+    if config.persistent:
+        if persistent_launch.takes(*inputs, c, out, config):
+            persistent_launch.persistent_product(
+                *inputs, out, alpha=alpha, diagonal=diagonal, correction=correction, power=power,
+                config=config, trans=trans, same=_same(a, b),
+            )  # fmt: skip
+            return out
+        config = replace(config, persistent=False)
     if out.dtype == torch.float32 and config.block_m * config.block_n >= 128 * 128 and config.num_warps < 8:
         config = replace(config, num_warps=8)  # the accumulator and its mirror image, both 32 bits wide
     others = (out,) if c is None else (c, out)
@@ -127,16 +127,6 @@ def symmetric_product(
     else:
         _launch_pointers(a, b, c, out, scalars, config, form)
     return out
-
-
-def _persistent_config(inputs: tuple[Tensor, Tensor], out: Tensor, k: int, config: Config | None) -> Config | None:
-    """Tiles for programs that stay (``config`` where one is asked for), or ``None`` where they cannot compute this."""
-    if out.element_size() != 2 or not all(describable(x) for x in (*inputs, out)):
-        return None
-    if config is not None:
-        return config if config.descriptors else None
-    arch = None if interpreting() else architecture(out.device)
-    return persistent_launch.choose(arch, out.shape[0], out.shape[1], k, multiprocessors(out.device))
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

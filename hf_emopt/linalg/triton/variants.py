@@ -5,8 +5,6 @@
 * ``estimate``: the cast of a normalization is scaled by an estimate of the norm, in the pass that finds the norm itself; what
   is left of it goes into the first products (:mod:`hf_emopt.linalg.triton.estimated_kernels`).
 * ``diagonal``: a program on the diagonal of ``A A^T`` reads its block once.
-* ``persistent``: on sm_90, symmetric products of many tiles and without ``+ beta C`` run on programs that compute several
-  tiles each and read the next one while they store (:mod:`hf_emopt.linalg.triton.persistent_kernels`). Not measured yet.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from hf_emopt.linalg.triton.runtime import variable
 __all__ = ["VARIABLE", "Variant", "chosen", "enabled"]
 
 VARIABLE = "HF_EMOPT_KERNEL_VARIANTS"
-Variant: TypeAlias = Literal["estimate", "diagonal", "persistent"]
+Variant: TypeAlias = Literal["estimate", "diagonal"]
 # What an unset variable stands for.
 _DEFAULT = "estimate,diagonal"
 
