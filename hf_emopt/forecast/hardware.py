@@ -119,7 +119,7 @@ class Host:
         adamw_ms: of fused AdamW, a plain parameter; ``adamw_sharded_ms`` a DTensor.
     """
 
-    parameter_ms: float = 0.025
+    parameter_ms: float = 0.023
     bucket_ms: float = 1.33
     batch_ms: float = 0.73
     adamw_ms: float = 0.011

@@ -44,7 +44,7 @@ if not INTERPRETING:
     def test_where_it_was_measured_to_gain(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(configs.TABLE_VARIABLE, raising=False)
         staying = Config(128, 128, 64, 4, 3, group=4, persistent=True)
-        assert configs.choose(90, 1, 4096, 4096) == configs.choose(90, 1, 4096, 11008) == staying
+        assert configs.choose(90, 1, 4096, 4096) == configs.choose(90, 2, 4096, 4096) == staying
         assert configs.choose(90, 8, 4096, 4096) == configs.choose(90, 1, 8192, 8192) == Config(256, 128, 64, 8, 4)
         assert configs.choose(90, 24, 1024, 4096) == Config(128, 128, 64, 8, 4)
         assert not any(entry.config.persistent for entry in configs.load_table(90) if entry.with_c)

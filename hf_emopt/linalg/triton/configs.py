@@ -141,7 +141,11 @@ def measured(architecture: int) -> bool:
 
 def save_table(path: Path, entries: list[Entry], **facts: Any) -> None:
     """Writes a table; ``facts`` say where it was measured (card, versions)."""
-    rows = ",\n".join(f"  {json.dumps(asdict(entry))}" for entry in entries)
+    dicts = [asdict(entry) for entry in entries]
+    for row in dicts:
+        if not row["config"]["persistent"]:
+            del row["config"]["persistent"]
+    rows = ",\n".join(f"  {json.dumps(row)}" for row in dicts)
     head = "".join(f" {json.dumps(key)}: {json.dumps(value)},\n" for key, value in facts.items())
     path.write_text("{\n" + head + ' "entries": [\n' + rows + "\n ]\n}\n")
 
