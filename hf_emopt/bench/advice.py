@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from hf_emopt.bench.step import Maker, Row, Settings, attempt
+from hf_emopt.bench.step import Maker, Row, Settings, attempt, counted
 from hf_emopt.bench.step_optimizers import MATRIX_OPTIMIZERS
 from hf_emopt.distributed.assignment import BUCKET_VARIABLE, bucket_numel
 
@@ -118,7 +118,7 @@ def compare(optim: str, setting: str, before: Row, after: Row) -> Verdict:
     """The verdict on two measured rows. Means of steps are compared where the optimizer's steps differ by schedule."""
     if "step" not in after:
         reason = str(after.get("unavailable") or after.get("error", "")).splitlines()[0]
-        return Verdict(optim, setting, before["step"], math.nan, math.nan, reason)
+        return Verdict(optim, setting, counted(before), math.nan, math.nan, reason)
     key = "step" if optim in ("muon", "muon-overlap", "normuon") else "step_mean"
     error = math.hypot(_standard_error(before["step_all"]), _standard_error(after["step_all"]))
     return Verdict(optim, setting, before[key], after[key], max(2 * error, LEAST * before[key]))
@@ -167,7 +167,7 @@ def exposed_share(
 
 
 def _share(row: Row, bare: Row) -> float:
-    return max(0.0, float((row["step"] - bare["step"]) / row["step"]))
+    return max(0.0, (counted(row) - bare["step"]) / counted(row))
 
 
 def report(verdicts: Sequence[Verdict], shares: Mapping[str, Mapping[int, float]]) -> str:

@@ -1,13 +1,15 @@
 """Milliseconds of a training step and of its optimizer on the ranks of this process group.
 
 Random tokens, float32 weights, bfloat16 compute. For every optimizer the model is built anew, the first steps are left out,
-and each figure is the median over steps of the slowest rank:
+and each figure is the median over steps of the slowest rank. Where factors are refreshed by a schedule, steps up to the first
+refresh are left out too, since those before it have less to do, and it more; then come whole periods:
 
 * ``step``: forward, backward and optimizer, between two barriers;
 * ``optimizer``: ``step()`` alone, between two synchronizations, in other steps than those that ``step`` is of;
-* ``exposed``: ``step`` less a step without an optimizer, so what overlap could not hide;
+* ``exposed``: ``step`` (its mean, where there is a schedule) less a step without an optimizer, so what overlap could not
+  hide;
 * ``peak_gib``: of allocated memory; ``state_gib``: of the optimizer's state, the rank with most;
-* ``tokens_per_second``: of all ranks.
+* ``tokens_per_second``: of all ranks, by the same.
 
 The number of matrices transformed is checked, so that no figure is of a step that left matrices out.
 """
@@ -40,9 +42,11 @@ __all__ = [
     "TransformCountError",
     "Unavailable",
     "check_transforms",
+    "counted",
     "measure",
     "measure_all",
     "process_group",
+    "refresh_schedule",
     "summary",
 ]
 
@@ -57,7 +61,8 @@ class Settings:
         model: a key of :data:`~hf_emopt.bench.step_models.MODELS`, or a configuration.
         layout: one of :data:`~hf_emopt.bench.step_models.LAYOUTS`.
         tokens: of a rank in a step; ``length``: of a sequence.
-        steps: measured ones of each kind; ``warmup``: left out before them.
+        steps: measured ones of each kind, or as many more as make whole periods of refreshes; ``warmup``: left out before
+            them, or as many more as there are up to the first refresh.
         replicas: of the layout ``"hsdp"``; ``tp_size``: ranks that share a matrix under ``"fsdp2+tp"``.
         options: keyword arguments for this package's optimizers, over the makers' own.
         environment: variables that are set while the optimizer is built and stepped.
@@ -201,22 +206,35 @@ def measure(name: str, maker: Maker | None, settings: Settings, device: torch.de
         figures: Row = {"optimizer_name": name, "loss": loss}
         if isinstance(optimizer, MatrixOptimizer):
             optimizer.synchronize()
-            figures |= check_transforms(optimizer, settings.warmup + 2 * settings.steps, device)
+            figures |= check_transforms(optimizer, run.warmup + 2 * run.steps, device)
         if optimizer is not None:
             figures["state_gib"] = _largest(_state_bytes(optimizer), device) / 2**30
         if settings.profile and optimizer is not None:
             figures["profile"] = run.profile()
-    return figures | summary(times, settings.tokens * laid.data_ranks, device)
+    return figures | summary(times, settings.tokens * laid.data_ranks, device, run.scheduled)
 
 
-def summary(times: Mapping[str, list[float]], tokens: int, device: torch.device) -> Row:
+def counted(row: Row) -> float:
+    """The milliseconds of a step by which it counts: the median, or where a schedule makes steps differ the mean."""
+    return float(row["step_mean" if row.get("scheduled") else "step"])
+
+
+def refresh_schedule(optimizer: torch.optim.Optimizer | None) -> tuple[int, int]:
+    """Steps before which factors have not been refreshed once, and the steps of a period; ``(0, 1)`` without a schedule."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    first = max((int(group.get("start_preconditioning_step") or 0) for group in groups), default=0)
+    return first, max((int(group.get("precondition_frequency") or 1) for group in groups), default=1)
+
+
+def summary(times: Mapping[str, list[float]], tokens: int, device: torch.device, scheduled: bool = False) -> Row:
     """Medians, means, maxima and all of this rank's milliseconds by kind, as of the slowest rank; a collective.
 
     Args:
         times: with a kind ``"step"``.
         tokens: of all ranks in a step.
+        scheduled: steps differ by a schedule, of which there are whole periods.
     """
-    figures: Row = {}
+    figures: Row = {"scheduled": True} if scheduled else {}
     slowest = torch.tensor(list(times.values()), device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     for key, row in zip(times, slowest.tolist()):
@@ -224,7 +242,7 @@ def summary(times: Mapping[str, list[float]], tokens: int, device: torch.device)
         figures[f"{key}_all"] = [round(t, 3) for t in row]
         figures[f"{key}_mean"] = statistics.fmean(row)
         figures[f"{key}_max"] = max(row)
-    figures["tokens_per_second"] = tokens / figures["step"] * 1e3
+    figures["tokens_per_second"] = tokens / counted(figures) * 1e3
     if device.type == "cuda":
         figures["peak_gib"] = _largest(torch.cuda.max_memory_allocated(), device) / 2**30
     return figures
@@ -242,6 +260,10 @@ class _Run:
         shape = (settings.tokens // settings.length, settings.length)
         self.ids = torch.randint(0, vocabulary, shape, device=device)
         self.clock = Clock(device)
+        first, period = refresh_schedule(optimizer)
+        self.scheduled = period > 1
+        self.warmup = max(settings.warmup, first)
+        self.steps = -(-settings.steps // period) * period
 
     def forward(self) -> Tensor:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.laid.autocast):
@@ -250,10 +272,10 @@ class _Run:
 
     def times(self) -> tuple[dict[str, list[float]], float]:
         """Milliseconds of this rank by kind, and the last loss. Whole steps come first, then those cut in two."""
-        settings, clock = self.settings, self.clock
+        clock = self.clock
         times: dict[str, list[float]] = {"step": [], "optimizer": [], "forward_backward": []}
-        for step in range(settings.warmup + 2 * settings.steps):
-            isolated = step >= settings.warmup + settings.steps
+        for step in range(self.warmup + 2 * self.steps):
+            isolated = step >= self.warmup + self.steps
             start = clock.now(barrier=True)
             loss = self.forward()
             loss.backward()
@@ -263,7 +285,7 @@ class _Run:
             after = clock.now() if isolated else start
             self.laid.model.zero_grad(set_to_none=True)
             end = clock.now()
-            if step < settings.warmup:
+            if step < self.warmup:
                 continue
             if isolated:
                 times["forward_backward"].append(1e3 * (middle - start))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import hf_emopt
-from hf_emopt.bench.step import Row, Settings
+from hf_emopt.bench.step import Row, Settings, counted
 
 __all__ = ["about", "plot", "save", "table"]
 
@@ -24,8 +24,8 @@ def table(rows: Sequence[Row]) -> str:
     heads = ("step", "optim.", "mean", "max", "exposed", "tokens/s", "of AdamW", "peak GiB", "state GiB")
     lines = [f"{'':20}" + "".join(f"{h:>10}" for h in heads)]
     for r in done:
-        r["exposed"] = None if bare is None else r["step"] - bare
-        cells = [f"{r[key]:.2f}" for key in ("step", "optimizer", "optimizer_mean", "optimizer_max")]
+        r["exposed"] = None if bare is None else counted(r) - bare
+        cells = [f"{counted(r):.2f}", *(f"{r[key]:.2f}" for key in ("optimizer", "optimizer_mean", "optimizer_max"))]
         cells.append("" if bare is None else f"{r['exposed']:.2f}")
         cells.append(f"{r['tokens_per_second']:.0f}")
         cells.append("" if adamw is None else f"{r['tokens_per_second'] / adamw:.3f}")
@@ -74,8 +74,8 @@ def plot(path: Path, facts: dict[str, Any], rows: Sequence[Row]) -> None:
     names = [r["optimizer_name"] for r in done]
     places = range(len(done))
     figure, axes = plt.subplots(figsize=(max(6.0, 1.1 * len(done)), 4.0), layout="constrained")
-    axes.bar(places, [min(bare, r["step"]) for r in done], 0.45, label="forward and backward alone", color="tab:gray")
-    axes.bar(places, [max(0.0, r["step"] - bare) for r in done], 0.45, bottom=[min(bare, r["step"]) for r in done],
+    axes.bar(places, [min(bare, counted(r)) for r in done], 0.45, label="forward and backward alone", color="tab:gray")
+    axes.bar(places, [max(0.0, counted(r) - bare) for r in done], 0.45, bottom=[min(bare, counted(r)) for r in done],
              label="added by the optimizer" if bare else "step", color="tab:orange")  # fmt: skip
     axes.bar([p + 0.38 for p in places], [r["optimizer"] for r in done], 0.25, label="step() alone", color="tab:blue")
     axes.set_xticks(list(places), names, rotation=30, ha="right")

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import hf_emopt
 from hf_emopt.bench.advice import exposed_share, measure_alternatives
-from hf_emopt.bench.step import Row, Settings, attempt, measure, measure_all
+from hf_emopt.bench.step import Row, Settings, attempt, counted, measure, measure_all, refresh_schedule, summary
 from hf_emopt.bench.step_models import build_model, check_layout, lay_out
 from hf_emopt.bench.step_optimizers import OPTIMIZERS
 from hf_emopt.bench.step_report import about, plot, save, table
@@ -42,6 +42,42 @@ def test_every_matrix_is_counted_and_state_is_weighed(two: World, layout: str) -
         whole = EMBEDDING + NORMS if layout == "fsdp2+tp" else 0
         state = 4 * MATRIX_NUMEL / 2 + 8 * ((NUMEL - MATRIX_NUMEL - whole) / 2 + whole)
         assert row["state_gib"] * 2**30 == pytest.approx(state, rel=0.01)
+
+
+def test_whole_periods_after_the_first_refresh_are_measured(two: World) -> None:
+    """Roots are there from step 10 on: ten steps are left out, and ten of either kind, a period each, are measured."""
+    for row in two.run(figures, name="shampoo", layout="ddp"):
+        assert row["transforms"] == 30 * MATRICES
+        assert len(row["step_all"]) == len(row["optimizer_all"]) == 10
+        assert row["tokens_per_second"] == pytest.approx(32 / (sum(row["step_all"]) / 10) * 1e3, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "schedule"),
+    [
+        (None, (0, 1)),
+        (lambda net: torch.optim.SGD(net.parameters()), (0, 1)),
+        (lambda net: hf_emopt.Muon(net), (0, 1)),
+        (lambda net: hf_emopt.SOAP(net, precondition_frequency=5), (0, 5)),
+        (lambda net: hf_emopt.Shampoo(net, precondition_frequency=4), (4, 4)),
+        (lambda net: hf_emopt.Shampoo(net, precondition_frequency=4, start_preconditioning_step=7), (7, 4)),
+    ],
+)
+def test_schedules_of_refreshes(optimizer: Any, schedule: tuple[int, int]) -> None:
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    assert refresh_schedule(None if optimizer is None else optimizer(net)) == schedule
+
+
+def test_steps_that_differ_by_schedule_count_by_their_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_emopt.bench.step.dist.all_reduce", lambda tensor, op: None)
+    times = {"step": [10.0, 10.0, 40.0], "optimizer": [1.0, 1.0, 31.0]}
+    bare = {"optimizer_name": "none", **summary({"step": [9.0] * 3, "optimizer": [0.0] * 3}, 60, torch.device("cpu"))}
+    plain = {"optimizer_name": "muon", **summary(times, 60, torch.device("cpu"))}
+    scheduled = {"optimizer_name": "soap", **summary(times, 60, torch.device("cpu"), scheduled=True)}
+    assert (counted(plain), plain["tokens_per_second"]) == (10.0, 6000.0)
+    assert (counted(scheduled), scheduled["tokens_per_second"]) == (20.0, 3000.0)
+    assert "20.00" in table([bare, plain, scheduled]).splitlines()[-1]
+    assert (plain["exposed"], scheduled["exposed"]) == (1.0, 11.0)
 
 
 def test_adamw_and_a_step_without_an_optimizer(two: World) -> None:
