@@ -139,7 +139,7 @@ def compile_all(shapes: Sequence[Shape], parts: Sequence[str], names: Sequence[s
     """Fills Triton's cache, by a process for each shape and one for the tiles."""
     command = [sys.executable, __file__, "--warm", "--variants", *names]
     jobs = [["--shapes", "x".join(map(str, shape))] for shape in shapes if "orthogonalization" in parts]
-    jobs += [["--part", part] for part in ("tiles",) if part in parts]
+    jobs += [["--part", "tiles"]] * ("tiles" in parts)
     codes = [process.wait() for process in [subprocess.Popen([*command, *job]) for job in jobs]]
     if any(codes):
         raise RuntimeError(f"processes that compile failed, exit codes {codes}; their errors are above")

@@ -31,18 +31,22 @@ def home_of(tensor: Tensor, device: torch.device) -> Tensor:
     return home
 
 
-def _short(copies: Sequence[Tensor], home: Sequence[Tensor]) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """What is taken away without a pause: a parcel, of which a much longer tensor, if its memory has no gaps, is several."""
-    if (
-        len(home) != 1
-        or home[0].nbytes <= 2 * PARCEL_BYTES
-        or not (copies[0].is_contiguous() and home[0].is_contiguous())
-    ):
-        yield list(zip(copies, home))
-        return
-    numel = PARCEL_BYTES // home[0].element_size()
-    for part in zip(copies[0].view(-1).split(numel), home[0].view(-1).split(numel)):
-        yield [part]
+def _runs(copies: Sequence[Tensor], home: Sequence[Tensor]) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """What is taken away without a pause: up to a parcel together. Longer tensors are cut, if their memory lies in order."""
+    run: list[tuple[Tensor, Tensor]] = []
+    size = 0
+    for copy, tensor in zip(copies, home):
+        parts = [(copy, tensor)]
+        if tensor.nbytes > PARCEL_BYTES and copy.is_contiguous() and tensor.is_contiguous():
+            numel = PARCEL_BYTES // tensor.element_size()
+            parts = list(zip(copy.view(-1).split(numel), tensor.view(-1).split(numel)))
+        for part in parts:
+            if run and size + part[1].nbytes > PARCEL_BYTES:
+                yield run
+                run, size = [], 0
+            run.append(part)
+            size += part[1].nbytes
+    yield run
 
 
 class _Channel:
@@ -54,15 +58,18 @@ class _Channel:
     The engine that copies to the host finishes what one stream has queued before it looks at another. A number that the
     model or the loop reads (transformers looks at the positions in each forward pass) would wait for all state that leaves:
     23 to 38 ms of a step of 270 on an H200, in which the GPU has nothing to do. So the second stream pauses after every
-    parcel, until a kernel on a third one has run; an event alone is no pause. That kernel goes first wherever there is room
-    on a multiprocessor, since the next parcel waits for it.
+    parcel (a longer tensor that is not contiguous goes as it is), until a kernel on a third one has run; an event alone is no
+    pause. That kernel goes first wherever there is room on a multiprocessor, since the next parcel waits for it.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._module = torch.get_device_module(device)
         self._bringing, self._taking = self._module.Stream(device), self._module.Stream(device)
-        self._pausing = self._module.Stream(device, priority=-1)
+        try:
+            self._pausing = self._module.Stream(device, priority=-1)
+        except TypeError:  # an accelerator whose streams have no priorities
+            self._pausing = self._module.Stream(device)
         self._paused: Any = None
         self._mark: Tensor | None = None
 
@@ -83,11 +90,11 @@ class _Channel:
         done.record(self._module.current_stream(self.device))
         self._taking.wait_event(done)
         left = None
-        for parts in _short(copies, home):
+        for run in _runs(copies, home):
             if self._paused is not None:
                 self._taking.wait_event(self._paused)
             with self._module.stream(self._taking):
-                for copy, tensor in parts:
+                for copy, tensor in run:
                     tensor.copy_(copy, non_blocking=True)
                 left = self._module.Event()
                 left.record(self._taking)

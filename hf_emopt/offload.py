@@ -182,6 +182,7 @@ class StateOffload:
         left_bytes: the most that a step left there; at most :attr:`largest_bytes`.
         ready_bytes: that were there, or on their way, when the last step began.
         largest_bytes: of one piece.
+        buckets: of room in a step, as :func:`room_in_buckets` was when this was made.
         moved_bytes: brought to devices so far.
         fetched_ahead, fetched_late: pieces that were on their way when they were asked for, and those that were not.
     """
@@ -199,7 +200,7 @@ class StateOffload:
         self._last: Hashable = None
         self._stepping = self._near = False
         self._lock = threading.RLock()
-        self._buckets = room_in_buckets()
+        self.buckets = room_in_buckets()
 
     @_one_at_a_time
     def approach(self) -> None:
@@ -351,7 +352,7 @@ class StateOffload:
     @property
     def _room(self) -> int:
         """Bytes that may be on devices."""
-        return int((self._buckets if self._stepping or self._near else 1) * self.largest_bytes)
+        return int((self.buckets if self._stepping or self._near else 1) * self.largest_bytes)
 
     def _make_room(self, nbytes: int) -> bool:
         """Lets go of what leaves, as far as that is needed; whether there is room then."""

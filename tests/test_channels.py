@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -116,9 +117,20 @@ def test_a_long_tensor_leaves_in_parts(fake: FakeDevice) -> None:
     assert left.after == max(i for i, (_, what) in enumerate(fake.log) if isinstance(what, int)) + 1
 
 
+def test_a_list_leaves_a_parcel_at_a_time(fake: FakeDevice) -> None:
+    """All that a bucket of parameters on the host brings back comes in one call."""
+    several = [torch.randn(8), torch.randn(40), torch.randn(4), torch.randn(16)]
+    (homes,), (left,) = taken(fake, several)
+    assert all(torch.equal(a, b) for a, b in zip(homes, several))
+    kinds = [("copy", what) if isinstance(what, int) else what for _, what in fake.log if isinstance(what, (int, str))]
+    sizes = [[int(k[1]) for k in group] for copies, group in groupby(kinds, lambda k: k != "fill_") if copies]
+    assert sizes == [[32], [64], [64], [32, 16], [64]]
+    assert left.after == max(i for i, (_, what) in enumerate(fake.log) if isinstance(what, int)) + 1
+
+
 @pytest.mark.parametrize(
     "tensor",
-    [torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last), torch.randn(20, 20)[:, ::2], torch.randn(32)],
+    [torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last), torch.randn(20, 20)[:, ::2], torch.randn(16)],
     ids=["channels_last", "gaps", "short"],
 )
 def test_others_leave_as_they_are(fake: FakeDevice, tensor: Tensor) -> None:

@@ -339,6 +339,18 @@ def test_the_order_is_the_model_s_and_not_that_of_groups() -> None:
     assert late_in_backward(engine, [names[7], *names[:7]]) is named["blocks.0.weight"]
 
 
+@pytest.mark.parametrize(("room", "block"), [("2", 2), ("3", 2), ("4", 4), ("5", 5), ("9", 5)])
+def test_more_room_is_filled_earlier(room: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quarter of the pass for the two buckets that three leave, up to half of it for more. The room is the engine's own."""
+    monkeypatch.setenv("HF_EMOPT_OFFLOAD_BUCKETS", room)
+    model, optimizer = built()
+    engine = optimizer._current_engine()
+    monkeypatch.setenv("HF_EMOPT_OFFLOAD_BUCKETS", "3")
+    named = dict(model.named_parameters())
+    found = late_in_backward(engine, list(named))
+    assert found is named[f"blocks.{block}.weight"]
+
+
 def test_parameters_on_the_host_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = built()
     first = [model.blocks[i].weight for i in range(5)]

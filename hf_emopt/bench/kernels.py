@@ -175,23 +175,26 @@ def compare(
         torch.manual_seed(0)
         x = torch.randn(shape, device="cuda")
         references = {"jordan": exact(x, JORDAN)}
-        row: dict[str, Any] = {"shape": shape, "implementations": {"hf_emopt": {}}}
+        names = ["hf_emopt", *["hf_emopt, graph"] * graphs, *built]
+        row: dict[str, Any] = {"shape": shape, "implementations": {name: {} for name in names}}
         results = row["implementations"]
         calls: dict[str, Callable[[], Any]] = {}
-        if graphs:
-            try:
-                calls["hf_emopt, graph"] = graphed(lambda x=x: newton_schulz(x))  # type: ignore[misc]
-                results["hf_emopt, graph"] = {}
-            except torch.OutOfMemoryError as problem:
-                results["hf_emopt, graph"] = {"failed": str(problem)[:100]}
         for name, (implementation, coefficients) in {"hf_emopt": (newton_schulz, "jordan"), **built}.items():
             if coefficients not in references:
                 references[coefficients] = exact(x, resolve_coefficients(coefficients, 5))
             results[name] = _checked(implementation, x, references[coefficients])
             if "failed" not in results[name]:
                 calls[name] = functools.partial(implementation, x)
-        for name, ms in in_turn(calls, repeat_ms, rounds).items():
+        if graphs:
+            try:
+                calls["hf_emopt, graph"] = graphed(lambda x=x: newton_schulz(x))  # type: ignore[misc]
+                results["hf_emopt, graph"] = {}
+            except torch.OutOfMemoryError as problem:
+                results["hf_emopt, graph"] = {"failed": str(problem)[:100]}
+        failed: dict[str, str] = {}
+        for name, ms in in_turn(calls, repeat_ms, rounds, failed=failed).items():
             results[name]["ms"] = ms
+        results.update({name: {"failed": why} for name, why in failed.items()})
         calls.clear()
         if bounds:
             row["bound"] = bound_ms(shape)
@@ -216,6 +219,8 @@ def tune(
     for batch, m, k, with_c in problems:
         times = measure_product(batch, m, k, tried, with_c=with_c, repeat_ms=repeat_ms)
         general = times.pop(None)
+        if not times:  # candidates that stay take no C
+            continue
         config, best = min(times.items(), key=lambda item: item[1])
         assert config is not None
         entries.append(Entry(batch, m, k, with_c, config, best, general))

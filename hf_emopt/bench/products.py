@@ -90,8 +90,10 @@ def compare_products(shapes: Sequence[Shape], *, repeat_ms: float = 30.0, rounds
         reference = x.float() @ x.float().mT
         found = {name: _checked(product, x, reference) for name, product in everyone.items()}
         calls = {name: one.pop("call") for name, one in found.items() if "call" in one}
-        for name, ms in in_turn(calls, repeat_ms, rounds).items():
+        failed: dict[str, str] = {}
+        for name, ms in in_turn(calls, repeat_ms, rounds, failed=failed).items():
             found[name]["ms"] = ms / found[name].pop("calls")
+        found.update({name: {"failed": why} for name, why in failed.items()})
         rows.append({"shape": shape, "implementations": found})
         del x, reference, calls
     return rows

@@ -48,6 +48,20 @@ def test_all_take_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len({tuple(one) for one in rounds}) > 1
 
 
+def test_who_fails_while_timed_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def time_ms(function: object, repeat_ms: float, most: int) -> float:
+        return float(function())  # type: ignore[operator]
+
+    monkeypatch.setattr(timing, "time_ms", time_ms)
+    functions = {"a": lambda: 1.0, "b": lambda: 1 // 0, "c": lambda: 2.0}
+    failed: dict[str, str] = {}
+    assert timing.in_turn(functions, failed=failed) == {"a": 1.0, "c": 2.0}
+    assert list(failed) == ["b"]
+    assert "ZeroDivisionError" in failed["b"]
+    with pytest.raises(ZeroDivisionError):
+        timing.in_turn(functions)
+
+
 @pytest.mark.parametrize("pair", [False, True])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_quack_is_asked_for_all_of_the_batch(
@@ -64,4 +78,4 @@ def test_quack_is_asked_for_all_of_the_batch(
     monkeypatch.setitem(sys.modules, "quack", types.ModuleType("quack"))
     monkeypatch.setitem(sys.modules, "quack.gemm_interface", module)
     found = attempt(products._quack(), x[:batch])
-    assert "error" in found, found
+    assert "call" in found, found

@@ -167,7 +167,7 @@ def test_twelve_shapes_and_ten_coefficient_sets_share_their_binaries() -> None:
 
 @pytest.mark.parametrize("chosen", ["", "estimate", "diagonal", "estimate,diagonal"])
 def test_variants_are_exact_repeatable_and_accurate(chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The default ones, what they replace, and one that is none; a device without a table runs the products alone."""
+    """The default ones and what they replace; a device without a table runs the products alone."""
     from hf_emopt.linalg.triton.symmetric_launch import symmetric_product
 
     monkeypatch.setenv(variants.VARIABLE, chosen)

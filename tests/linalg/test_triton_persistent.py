@@ -47,7 +47,8 @@ if not INTERPRETING:
         assert configs.choose(90, 1, 4096, 4096) == configs.choose(90, 2, 4096, 4096) == staying
         assert configs.choose(90, 8, 4096, 4096) == configs.choose(90, 1, 8192, 8192) == Config(256, 128, 64, 8, 4)
         assert configs.choose(90, 24, 1024, 4096) == Config(128, 128, 64, 8, 4)
-        assert not any(entry.config.persistent for entry in configs.load_table(90) if entry.with_c)
+        staying_entries = {(e.batch, e.m, e.k, e.with_c) for e in configs.load_table(90) if e.config.persistent}
+        assert staying_entries == {(1, 4096, 4096, False), (2, 4096, 4096, False)}
 
 
 if INTERPRETING:
@@ -136,7 +137,7 @@ if INTERPRETING:
         monkeypatch.setattr(persistent_launch, "multiprocessors", lambda device: count)
         a = torch.randn(2, 104, 40).half()
         plain, ours = both(a, a, torch.float16, CONFIGS[0], alpha=1.0, beta=0.0)
-        assert launches == [min(2 * count, 32)]
+        assert launches == [min(2 * count, 20)]
         assert torch.equal(ours, plain)
 
     def test_what_it_leaves_to_the_other_kernels(launches: list[int]) -> None:

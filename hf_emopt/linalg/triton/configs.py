@@ -58,7 +58,8 @@ class Entry:
     general_ms: float
 
 
-# What ``--tune`` tries. All compile without spills for sm_90 (tests/linalg/test_triton_compile.py).
+# What ``--tune`` tries. All compile without spills for sm_90 (tests/linalg/test_triton_compile.py, and
+# test_triton_persistent_compile.py).
 CANDIDATES: dict[int, tuple[Config, ...]] = {
     80: (
         Config(128, 128, 32, 8, 4, descriptors=False),

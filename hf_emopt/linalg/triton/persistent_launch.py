@@ -81,6 +81,12 @@ def schedule(m: int, batch: int, programs: int, block: int, group: int) -> Sched
     return Schedule(tuple(tiles), tuple(bounds))
 
 
+def _squares(m: int, block: int) -> int:
+    """Tiles of a matrix."""
+    rows = -(-m // block)
+    return rows * (rows + 1) // 2
+
+
 @functools.lru_cache(maxsize=1024)
 def _tables(m: int, batch: int, programs: int, block: int, group: int, device: torch.device) -> tuple[Tensor, Tensor]:
     found = schedule(m, batch, programs, block, group)
@@ -115,7 +121,7 @@ def persistent_product(
     batch, m = out.shape[:2]
     k = a.shape[1] if trans else a.shape[2]
     block, block_k, parts = config.block_m, config.block_k, _parts(config)
-    programs = min(multiprocessors(out.device) * PROGRAMS, batch * (-(-m // block)) ** 2)
+    programs = min(multiprocessors(out.device) * PROGRAMS, batch * _squares(m, block))
     tiles, bounds = _tables(m, batch, programs, block, config.group, out.device)
 
     def factor(x: Tensor) -> Any:

@@ -4,7 +4,7 @@
 
 * ``estimate``: the cast of a normalization is scaled by an estimate of the norm, in the pass that finds the norm itself; what
   is left of it goes into the first products (:mod:`hf_emopt.linalg.triton.estimated_kernels`).
-* ``diagonal``: a program on the diagonal of ``A A^T`` reads its block once.
+* ``diagonal``: a program on the diagonal of ``A A^T`` reads its block once. Programs that stay do so in any case.
 """
 
 from __future__ import annotations
