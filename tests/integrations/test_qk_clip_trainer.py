@@ -156,7 +156,7 @@ def run(folder: Path, clip: QKClipCallback | None) -> tuple[list[float], int]:
     after = Others(before)
     train(
         model, folder, [{"input_ids": row, "labels": row} for row in tokens],
-        [watch] if clip is None else [before, clip, after, watch], optim="muon", learning_rate=0.01, max_steps=STEPS,
+        [watch] if clip is None else [before, clip, after, watch], optim="muon", learning_rate=0.02, max_steps=STEPS,
         per_device_train_batch_size=16, logging_strategy="no", max_grad_norm=0.0,
     )  # fmt: skip
     assert len(watch.largest) == STEPS
