@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import hf_emopt
-from hf_emopt.bench.step import process_group
+from hf_emopt.bench.step import process_group, refresh_schedule
 from hf_emopt.bench.step_models import MODELS, build_model, lay_out
 from hf_emopt.matrix_optimizer import MatrixOptimizer
 from hf_emopt.offload import room_in_buckets
@@ -198,7 +198,7 @@ def timed(variant: str, options: argparse.Namespace, device: torch.device) -> di
         update()
         return found
 
-    for _ in range(options.warmup):
+    for _ in range(max(options.warmup, refresh_schedule(optimizer)[0])):
         loss = step()
     runs = []
     for _ in range(options.runs):
@@ -308,7 +308,7 @@ def main() -> None:
     parser.add_argument("--layout", choices=("single", "ddp", "fsdp2"), default="single")
     parser.add_argument("--tokens", type=int, default=8192, help="tokens of a rank in a step")
     parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence")
-    parser.add_argument("--steps", type=int, default=10, help="steps of a run")
+    parser.add_argument("--steps", type=int, default=10, help="steps of a run; of SOAP and Shampoo whole periods")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--parity-steps", type=int, default=20, help="0 leaves the comparison of weights out")

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import nn
 
 from case_workers import Ranks, Unavailable
-from hf_emopt.bench.step import Clock, Settings, check_transforms, summary
+from hf_emopt.bench.step import Clock, Settings, check_transforms, counted, refresh_schedule, summary
 from hf_emopt.bench.step_models import MODELS, build_model
 from hf_emopt.bench.step_optimizers import DECAY, LR, MATRIX_OPTIMIZERS
 from hf_emopt.bench.step_optimizers import OPTIMIZERS as MAKERS
@@ -111,14 +111,16 @@ def measure(device: torch.device, stage: int, name: str, options: dict[str, Any]
     batches = [torch.randint(0, vocabulary, shape, generator=generator).to(device) for _ in range(4)]
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
+    first, period = refresh_schedule(engine.basic_optimizer)
+    warmup, steps = max(options["warmup"], first), -(-options["steps"] // period) * period
     times = []
-    for index in range(options["warmup"] + options["steps"]):
+    for index in range(warmup + steps):
         times.append(one_step(engine, batches[index % 4], device))
         if index == 0 and dist.get_rank() == 0:
             print(f"  ZeRO-{stage} {name}: first step {times[0][0]:.0f} ms", flush=True)
-    kinds = dict(zip(("step", "optimizer"), map(list, zip(*times[options["warmup"] :]))))
+    kinds = dict(zip(("step", "optimizer"), map(list, zip(*times[warmup:]))))
     tokens = options["sequences"] * options["length"] * dist.get_world_size()
-    result: dict[str, Any] = {**summary(kinds, tokens, device), "first": times[0][0]}
+    result: dict[str, Any] = {**summary(kinds, tokens, device, period > 1), "first": times[0][0]}
     client = engine.basic_optimizer
     if isinstance(client, MatrixOptimizer):
         result |= check_transforms(client, len(times), device)
@@ -137,7 +139,8 @@ def line(stage: int, name: str, figures: dict[str, Any], seconds: float) -> str:
     if "step" not in figures:
         return head + "; ".join(f"{key}: {value}" for key, value in figures.items())
     peak = f", peak {figures['peak_gib']:.1f} GiB" if "peak_gib" in figures else ""
-    return head + f"step {figures['step']:9.2f} ms, optimizer {figures['optimizer']:9.2f} ms{peak}"
+    optimizer = figures["optimizer_mean" if figures.get("scheduled") else "optimizer"]
+    return head + f"step {counted(figures):9.2f} ms, optimizer {optimizer:9.2f} ms{peak}"
 
 
 def arguments() -> argparse.Namespace:

@@ -13,7 +13,8 @@ __all__ = ["PARCEL_BYTES", "Channel", "channel_to", "home_of"]
 PARCEL_BYTES = 2**25
 """Up to which tensors are moved together: long enough for the link's full rate, short beside a piece.
 
-Also after how much that leaves others have their turn on the link, some 0.6 ms at 50 GB/s."""
+Also after how much that leaves others have their turn on the link, some 0.6 ms at 50 GB/s (a tensor of up to twice that goes
+at once)."""
 
 
 def home_of(tensor: Tensor, device: torch.device) -> Tensor:
@@ -32,12 +33,13 @@ def home_of(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _runs(copies: Sequence[Tensor], home: Sequence[Tensor]) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """What is taken away without a pause: up to a parcel together. Longer tensors are cut, if their memory lies in order."""
+    """What is taken away without a pause: up to a parcel together, or a tensor of up to two. Longer ones are cut, if their
+    memory lies in order."""
     run: list[tuple[Tensor, Tensor]] = []
     size = 0
     for copy, tensor in zip(copies, home):
         parts = [(copy, tensor)]
-        if tensor.nbytes > PARCEL_BYTES and copy.is_contiguous() and tensor.is_contiguous():
+        if tensor.nbytes > 2 * PARCEL_BYTES and copy.is_contiguous() and tensor.is_contiguous():
             numel = PARCEL_BYTES // tensor.element_size()
             parts = list(zip(copy.view(-1).split(numel), tensor.view(-1).split(numel)))
         for part in parts:
@@ -66,10 +68,7 @@ class _Channel:
         self.device = device
         self._module = torch.get_device_module(device)
         self._bringing, self._taking = self._module.Stream(device), self._module.Stream(device)
-        try:
-            self._pausing = self._module.Stream(device, priority=-1)
-        except TypeError:  # an accelerator whose streams have no priorities
-            self._pausing = self._module.Stream(device)
+        self._pausing = self._module.Stream(device, priority=-1)
         self._paused: Any = None
         self._mark: Tensor | None = None
 

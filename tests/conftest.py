@@ -14,9 +14,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("WANDB_DISABLED", "true")
 # On some processors MKL rounds a small matrix product by where the matrix lies in memory, so that a matrix of a batch of four
-# and the same one of a batch of two differ in their last bits. Where a factor has directions without a gradient yet, SOAP
-# takes such bits for a direction (its moments divide them by their own size), and runs on one and on two processes part by a
-# percent. What is compared here is this package, so MKL is to compute alike everywhere.
+# and the same one of a batch of two differ in their last bits. Where a factor has not full rank, as in the first steps of a
+# matrix that is not square, such bits choose its eigenbasis and its root: SOAP and Shampoo part by more than a percent.
+# What is compared here is this package, so MKL is to compute alike everywhere.
 os.environ.setdefault("MKL_CBWR", "AVX2,STRICT")
 
 import torch

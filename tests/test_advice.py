@@ -42,9 +42,10 @@ def test_one_step_says_nothing() -> None:
 
 
 def test_steps_that_differ_by_schedule_are_compared_by_their_means() -> None:
-    before, after = row(10.0, 10.0, 100.0), row(30.0, 30.0, 30.0)
+    rows = row(10.0, 10.0, 100.0), row(30.0, 30.0, 30.0)
+    before, after = ({**r, "scheduled": True} for r in rows)
     assert (compare("soap", "x", before, after).before, compare("soap", "x", before, after).after) == (40.0, 30.0)
-    assert (compare("muon", "x", before, after).before, compare("muon", "x", before, after).after) == (10.0, 30.0)
+    assert (compare("muon", "x", *rows).before, compare("muon", "x", *rows).after) == (10.0, 30.0)
 
 
 def test_what_cannot_be_measured_says_why() -> None:

@@ -130,7 +130,7 @@ def test_a_list_leaves_a_parcel_at_a_time(fake: FakeDevice) -> None:
 
 @pytest.mark.parametrize(
     "tensor",
-    [torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last), torch.randn(20, 20)[:, ::2], torch.randn(16)],
+    [torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last), torch.randn(20, 20)[:, ::2], torch.randn(32)],
     ids=["channels_last", "gaps", "short"],
 )
 def test_others_leave_as_they_are(fake: FakeDevice, tensor: Tensor) -> None:

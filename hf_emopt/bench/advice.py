@@ -119,9 +119,8 @@ def compare(optim: str, setting: str, before: Row, after: Row) -> Verdict:
     if "step" not in after:
         reason = str(after.get("unavailable") or after.get("error", "")).splitlines()[0]
         return Verdict(optim, setting, counted(before), math.nan, math.nan, reason)
-    key = "step" if optim in ("muon", "muon-overlap", "normuon") else "step_mean"
     error = math.hypot(_standard_error(before["step_all"]), _standard_error(after["step_all"]))
-    return Verdict(optim, setting, before[key], after[key], max(2 * error, LEAST * before[key]))
+    return Verdict(optim, setting, counted(before), counted(after), max(2 * error, LEAST * counted(before)))
 
 
 def _standard_error(times: Sequence[float]) -> float:

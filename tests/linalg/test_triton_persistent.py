@@ -56,7 +56,6 @@ if INTERPRETING:
     from hf_emopt.linalg.gram_newton_schulz import iterate
     from hf_emopt.linalg.triton.symmetric_launch import symmetric_product
 
-    # Tiles are stored in two parts, or by depth 32 in one.
     CONFIGS = [Config(32, 32, depth, 4, 1, group=2, persistent=True) for depth in (32, 64)]
 
     @pytest.fixture(autouse=True)

@@ -14,7 +14,6 @@ triton = pytest.importorskip("triton", reason="Triton has no wheel for this plat
 import ptx_trace  # noqa: E402
 from triton_compiler import assembler_warnings, compiled, registers, spilled_bytes  # noqa: E402
 
-from hf_emopt.linalg.triton import persistent_launch  # noqa: E402
 from hf_emopt.linalg.triton.configs import CANDIDATES, Config  # noqa: E402
 from hf_emopt.linalg.triton.persistent_kernels import persistent_product_kernel  # noqa: E402
 from hf_emopt.linalg.triton.persistent_launch import PROGRAMS, schedule  # noqa: E402
@@ -30,12 +29,11 @@ def product(config: Config, same: bool, trans: bool, corrected: int) -> Any:
     def block(rows: int, cols: int) -> str:
         return f"tensordesc<fp16[1,{rows},{cols}]>"
 
-    parts = persistent_launch._parts(config)
     factor = block(*((config.block_k, config.block_m) if trans else (config.block_m, config.block_k)))
     types = {
         "a_desc": factor,
         "b_desc": factor,
-        "d_desc": block(config.block_m, config.block_m // parts),
+        "d_desc": block(config.block_m, config.block_m // 2),
         **dict.fromkeys(("alpha", "diagonal"), "fp32"),
         **dict.fromkeys(("tiles_ptr", "bounds_ptr"), "*i32"),
         "correction_ptr": "*fp32",
@@ -47,7 +45,6 @@ def product(config: Config, same: bool, trans: bool, corrected: int) -> Any:
         "UPCAST": False,
         "CORRECTED": corrected,
         "ONE": same,
-        "PARTS": parts,
         **({} if corrected else {"correction_ptr": None}),
         **({"b_desc": None} if same else {}),
     }

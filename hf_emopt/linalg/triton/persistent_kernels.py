@@ -11,7 +11,7 @@ What this takes, and what is therefore not here:
 * No ``+ beta C``: sums that start from ``C`` keep the blocks from being read ahead, and with what is held of ``C`` the
   registers are full. Such products run on :mod:`hf_emopt.linalg.triton.symmetric_kernels`.
 * Sums and stores have shared memory of their own, since both are in use at once. Two programs share a multiprocessor, so
-  tiles are stored in two ``PARTS``, one after the other through the same half.
+  tiles are stored in two halves, one after the other through the same memory.
 
 Values are those of the other kernels to the bit: the same sums in the same order, mirrored in the same way. Where something
 is added to the diagonal, the compiler may round once here and twice there.
@@ -29,34 +29,28 @@ __all__ = ["persistent_product_kernel"]
 
 
 @triton.jit
-def _store_square(out, desc, batch, row, col, SIDE: tl.constexpr, PARTS: tl.constexpr):
-    if PARTS == 1:
-        desc.store([batch, row, col], out.reshape(1, SIDE, SIDE))
-    else:
-        HALF: tl.constexpr = SIDE // 2
-        left, right = out.reshape(SIDE, 2, HALF).permute(0, 2, 1).split()
-        desc.store([batch, row, col], left.reshape(1, SIDE, HALF))
-        desc.store([batch, row, col + HALF], right.reshape(1, SIDE, HALF))
+def _store_square(out, desc, batch, row, col, SIDE: tl.constexpr):
+    HALF: tl.constexpr = SIDE // 2
+    left, right = out.reshape(SIDE, 2, HALF).permute(0, 2, 1).split()
+    desc.store([batch, row, col], left.reshape(1, SIDE, HALF))
+    desc.store([batch, row, col + HALF], right.reshape(1, SIDE, HALF))
 
 
 @triton.jit
-def _store_mirror(out, desc, batch, row, col, SIDE: tl.constexpr, PARTS: tl.constexpr):
-    if PARTS == 1:
-        desc.store([batch, col, row], tl.trans(out).reshape(1, SIDE, SIDE))
-    else:
-        # Halves by rows, which are columns of the mirror: blocks of one shape go through one buffer.
-        HALF: tl.constexpr = SIDE // 2
-        top, bottom = out.reshape(2, HALF, SIDE).permute(1, 2, 0).split()
-        desc.store([batch, col, row], tl.trans(top).reshape(1, SIDE, HALF))
-        desc.store([batch, col, row + HALF], tl.trans(bottom).reshape(1, SIDE, HALF))
+def _store_mirror(out, desc, batch, row, col, SIDE: tl.constexpr):
+    # Halves by rows, which are columns of the mirror: blocks of one shape go through one buffer.
+    HALF: tl.constexpr = SIDE // 2
+    top, bottom = out.reshape(2, HALF, SIDE).permute(1, 2, 0).split()
+    desc.store([batch, col, row], tl.trans(top).reshape(1, SIDE, HALF))
+    desc.store([batch, col, row + HALF], tl.trans(bottom).reshape(1, SIDE, HALF))
 
 
 @triton.jit
-def _store_below(value, desc, batch, row, col, SIDE: tl.constexpr, PARTS: tl.constexpr):
+def _store_below(value, desc, batch, row, col, SIDE: tl.constexpr):
     """A square wholly below the diagonal, and its mirror."""
     out = value.to(desc.dtype)
-    _store_square(out, desc, batch, row, col, SIDE, PARTS)
-    _store_mirror(out, desc, batch, row, col, SIDE, PARTS)
+    _store_square(out, desc, batch, row, col, SIDE)
+    _store_mirror(out, desc, batch, row, col, SIDE)
 
 
 @triton.jit
@@ -82,11 +76,9 @@ def persistent_product_kernel(
     UPCAST: tl.constexpr,
     CORRECTED: tl.constexpr,
     ONE: tl.constexpr,
-    PARTS: tl.constexpr,
 ):
     """``bounds_ptr``: of every program, where its tiles below the diagonal and those on it begin in ``tiles_ptr``, and where
-    they end. ``b_desc`` is ``None`` where B is A (``ONE``). ``PARTS``: ``d_desc`` stores a tile at once, or half of its
-    columns."""
+    they end. ``b_desc`` is ``None`` where B is A (``ONE``). ``d_desc`` stores half of a tile's columns."""
     tl.assume(K > 0)
     # Bounds are read from memory, never carried: Triton 3.6 compiled an integer carried by an outer loop as its first value.
     bounds_ptr += 3 * tl.program_id(0)
@@ -99,7 +91,7 @@ def persistent_product_kernel(
         acc = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
         acc = _sum_descriptor(a_desc, right_desc, acc, batch, row, col, K, TRANS, BLOCK, BLOCK, BLOCK_K, UPCAST, False)
         scale, _ = _corrected(alpha, diagonal, correction_ptr, batch, CORRECTED)
-        _store_below(scale * acc, d_desc, batch, row, col, BLOCK, PARTS)
+        _store_below(scale * acc, d_desc, batch, row, col, BLOCK)
     # Not flattened for two factors: their blocks, the store and what turns the tile need more shared memory than two
     # programs a multiprocessor have.
     for t in tl.range(on, end, flatten=ONE):
@@ -108,4 +100,4 @@ def persistent_product_kernel(
         acc = _sum_descriptor(a_desc, right_desc, acc, batch, row, row, K, TRANS, BLOCK, BLOCK, BLOCK_K, UPCAST, ONE)
         scale, added = _corrected(alpha, diagonal, correction_ptr, batch, CORRECTED)
         out = _diagonal_square(scale * acc, added, d_desc.dtype, BLOCK)
-        _store_square(out, d_desc, batch, row, row, BLOCK, PARTS)
+        _store_square(out, d_desc, batch, row, row, BLOCK)

@@ -38,12 +38,6 @@ class Schedule(NamedTuple):
     bounds: tuple[tuple[int, int, int], ...]
 
 
-def _parts(config: Config) -> int:
-    """How many pieces a tile is stored in: two programs a multiprocessor have no room for all of it beside their blocks, but
-    those of depth 32 do."""
-    return 2 if config.block_k >= 64 else 1
-
-
 def takes(a: Tensor, b: Tensor, c: Tensor | None, out: Tensor, config: Config) -> bool:
     """Whether a product can be computed so."""
     return (
@@ -120,7 +114,7 @@ def persistent_product(
 
     batch, m = out.shape[:2]
     k = a.shape[1] if trans else a.shape[2]
-    block, block_k, parts = config.block_m, config.block_k, _parts(config)
+    block, block_k = config.block_m, config.block_k
     programs = min(multiprocessors(out.device) * PROGRAMS, batch * _squares(m, block))
     tiles, bounds = _tables(m, batch, programs, block, config.group, out.device)
 
@@ -130,7 +124,7 @@ def persistent_product(
     arguments = (
         factor(a),
         None if same else factor(b),
-        descriptor(out, block, block // parts),
+        descriptor(out, block, block // 2),
         correction,
         tiles,
         bounds,
@@ -143,7 +137,6 @@ def persistent_product(
         interpreting(),
         power,
         same,
-        parts,
     )
     special: Hashable = None if correction is None else specialization((correction,), ())
     key = ("persistent", config, a.dtype, out.dtype, trans, same, power, special, k % 16 == 0, k == 1, a.device)
