@@ -76,8 +76,8 @@ def symmetric_product(
     return compiled(kernel, {**descriptors, **scalars}, constants, arch, config.num_warps, config.num_stages)
 
 
-# Programs that stay have a kernel of their own.
-TILES = {arch: [config for config in some if not config.persistent] for arch, some in CANDIDATES.items()}
+# Clusters have a kernel of their own.
+TILES = {arch: [config for config in some if not config.clusters] for arch, some in CANDIDATES.items()}
 # A A^T as it is launched, of a matrix that is normalized and of one that is not yet (then without C).
 EVERY = [
     (arch, config, with_c, 2, corrected)

@@ -200,32 +200,6 @@ def test_variants_are_exact_repeatable_and_accurate(chosen: str, monkeypatch: py
             assert error <= 1.5 * other, (kind, error, other)
 
 
-@pytest.mark.parametrize("config", [c for c in configs.CANDIDATES[90] if c.persistent], ids=str)
-@pytest.mark.parametrize("trans", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_persistent_products_are_the_same_to_the_bit(config: Config, trans: bool, dtype: torch.dtype) -> None:
-    """Fewer tiles than programs and many more; one factor and two; sums of one block and of many. Nothing is added to the
-    diagonal: there one kernel rounds once where another rounds twice. The test above adds integers."""
-    from hf_emopt.linalg.triton.symmetric_launch import symmetric_product
-
-    if configs.family(runtime.architecture(torch.device("cuda", 0)) or 0) != 90:
-        pytest.skip("needs capability 9.x")
-    for batch, m, k in ((1, 136, 40), (3, 1000, 264), (40, 904, 72), (2, 2048, 8192)):
-        a = torch.randn(batch, m, k, device="cuda").to(dtype)
-        a = a.mT.contiguous().mT if trans else a
-        t = torch.rand(batch, device="cuda") + 0.5
-        for b in (a, a.clone()):
-            for more in ({}, {"correction": t, "power": 1}, {"correction": t, "power": 2}):
-                results = []
-                for one in (replace(config, persistent=False), config, config):
-                    out = torch.full((batch, m, m), float("nan"), device="cuda", dtype=dtype)
-                    symmetric_product(a, b, None, out, alpha=0.3, beta=0.0, config=one, **more)  # type: ignore[arg-type]
-                    results.append(out)
-                assert torch.equal(results[1], results[1].mT)
-                assert torch.equal(results[1], results[0])
-                assert torch.equal(results[1], results[2])
-
-
 def test_variants_estimated_cast() -> None:
     """The norm by another way, a matrix whose estimate is useless, zeros, and the same from two streams at once."""
     from hf_emopt.linalg.triton.estimated_launch import estimated_cast

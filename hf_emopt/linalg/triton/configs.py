@@ -30,8 +30,8 @@ class Config:
         num_warps, num_stages: warps a program, and depth of software pipelining.
         descriptors: load and store by tensor descriptors (sm_90 and later, 16-byte rows) or by pointers.
         group: tiles are launched in squares of ``group`` by ``group``, which decides what the L2 cache holds.
-        persistent: programs stay, compute several tiles each and read the next one while they store
-            (:mod:`hf_emopt.linalg.triton.persistent_kernels`), where the problem allows it; else as without.
+        clusters: two multiprocessors read together what both need, and a tile is stored while the next is summed
+            (:mod:`hf_emopt.linalg.hopper`), where the problem allows it; else as without. Its tiles are of 128 by 256.
     """
 
     block_m: int
@@ -41,7 +41,7 @@ class Config:
     num_stages: int
     descriptors: bool = True
     group: int = 16
-    persistent: bool = False
+    clusters: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,7 @@ class Entry:
     general_ms: float
 
 
-# What ``--tune`` tries. All compile without spills for sm_90 (tests/linalg/test_triton_compile.py, and
-# test_triton_persistent_compile.py).
+# What ``--tune`` tries. All compile without spills (tests/linalg/test_triton_compile.py, and test_clusters.py).
 CANDIDATES: dict[int, tuple[Config, ...]] = {
     80: (
         Config(128, 128, 32, 8, 4, descriptors=False),
@@ -83,7 +82,7 @@ CANDIDATES: dict[int, tuple[Config, ...]] = {
         # Three programs a multiprocessor, with the registers that the variant `diagonal` leaves.
         Config(128, 128, 64, 4, 2),
         Config(128, 128, 32, 4, 4),
-        Config(128, 128, 64, 4, 3, group=4, persistent=True),
+        Config(128, 256, 64, 8, 4, group=8, clusters=True),
     ),
     100: (
         Config(128, 128, 64, 4, 3),
@@ -144,8 +143,8 @@ def save_table(path: Path, entries: list[Entry], **facts: Any) -> None:
     """Writes a table; ``facts`` say where it was measured (card, versions)."""
     dicts = [asdict(entry) for entry in entries]
     for row in dicts:
-        if not row["config"]["persistent"]:
-            del row["config"]["persistent"]
+        if not row["config"]["clusters"]:
+            del row["config"]["clusters"]
     rows = ",\n".join(f"  {json.dumps(row)}" for row in dicts)
     head = "".join(f" {json.dumps(key)}: {json.dumps(value)},\n" for key, value in facts.items())
     path.write_text("{\n" + head + ' "entries": [\n' + rows + "\n ]\n}\n")

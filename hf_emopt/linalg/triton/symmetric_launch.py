@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_emopt.linalg.triton import configs, persistent_launch, variants
+from hf_emopt.linalg.hopper import launch as cluster_launch
+from hf_emopt.linalg.triton import configs, variants
 from hf_emopt.linalg.triton.configs import Config
 from hf_emopt.linalg.triton.descriptors import describable, descriptor
 from hf_emopt.linalg.triton.launching import launch, specialization
@@ -107,14 +108,14 @@ def symmetric_product(
     power = 0 if correction is None else power
     if config is None:
         config = configs.choose(None if interpreting() else architecture(a.device), batch, m, k, c is not None)
-    if config.persistent:
-        if persistent_launch.takes(*inputs, c, out, config):
-            persistent_launch.persistent_product(
-                *inputs, out, alpha=alpha, diagonal=diagonal, correction=correction, power=power,
-                config=config, trans=trans, same=_same(a, b),
+    if config.clusters:
+        if not trans and cluster_launch.takes(a, b, c, out):
+            cluster_launch.cluster_product(
+                a, b, c, out, alpha=alpha, beta=beta, diagonal=diagonal, correction=correction, power=power,
+                group=config.group, same=_same(a, b),
             )  # fmt: skip
             return out
-        config = replace(config, persistent=False)
+        config = replace(config, clusters=False)
     if out.dtype == torch.float32 and config.block_m * config.block_n >= 128 * 128 and config.num_warps < 8:
         config = replace(config, num_warps=8)  # the accumulator and its mirror image, both 32 bits wide
     others = (out,) if c is None else (c, out)
