@@ -9,7 +9,9 @@ that has since been replaced are marked too: the model is of the code as it is.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,10 +25,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_emopt
 from hf_emopt.bench.step_models import MODELS
-from hf_emopt.forecast.hardware import EFFICIENCY, GPUS, NETWORKS
+from hf_emopt.forecast.hardware import EFFICIENCY, GPUS, NETWORKS, Gpu
 from hf_emopt.forecast.layouts import Layout
 from hf_emopt.forecast.products import newton_schulz_seconds
 from hf_emopt.forecast.step import Forecast, Machine, forecast
+from hf_emopt.linalg.triton.configs import TABLE_VARIABLE
 from hf_emopt.matrix_optimizer import MatrixOptimizer
 
 RESULTS = Path(__file__).parent / "results"
@@ -44,6 +47,10 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
 FITTED = "fitted"
 PREDICTED = "predicted"
 OLDER = "older code"
+PRESENT_KERNELS = (
+    "step_single_1.1b_h200_5d3ec2d", "step_single_1.1b_h200_5d3ec2d_profile", "kernels_h200_c564af5"
+)  # fmt: skip
+"""Measured with the kernels as they are. All others are predicted from ``kernel_table_h200_c800a30``, the table of theirs."""
 FITTED_FILES = (
     "step_ddp_1.1b_2xh200", "refresh_2048_h200", "step_fsdp2_1.1b_2xh200_1946bf8", "step_ddp_1.1b_2xh200_1946bf8"
 )  # fmt: skip
@@ -95,6 +102,20 @@ def role(file: str, commit: str, optim: str) -> str:
 def llama(**sizes: Any) -> nn.Module:
     with torch.device("meta"):
         return LlamaForCausalLM(LlamaConfig(**{"tie_word_embeddings": False, **sizes}))
+
+
+@contextlib.contextmanager
+def table_of(path: Path) -> Iterator[None]:
+    """The kernels that a stored file was measured with."""
+    before = os.environ.get(TABLE_VARIABLE)
+    if path.stem not in PRESENT_KERNELS:
+        os.environ[TABLE_VARIABLE] = str(RESULTS / "kernel_table_h200_c800a30.json")
+    try:
+        yield
+    finally:
+        os.environ.pop(TABLE_VARIABLE, None)
+        if before is not None:
+            os.environ[TABLE_VARIABLE] = before
 
 
 def whole_steps(path: Path) -> Iterator[Point]:
@@ -177,22 +198,33 @@ def periods(path: Path) -> Iterator[Point]:
 def points() -> list[Point]:
     """Every stored step that the model speaks of."""
     found: list[Point] = []
-    for path in sorted(RESULTS.glob("step_*.json")):
-        if "about" in json.loads(path.read_text()):
-            found += whole_steps(path)
-    for path in sorted(RESULTS.glob("tensor_parallel_*.json")):
-        found += slices(path)
-    for path in sorted(RESULTS.glob("refresh_*.json")):
-        found += periods(path)
+    for pattern, read in (
+        ("step_*.json", whole_steps),
+        ("tensor_parallel_*.json", slices),
+        ("refresh_*.json", periods),
+    ):
+        for path in sorted(RESULTS.glob(pattern)):
+            if read is not whole_steps or "about" in json.loads(path.read_text()):
+                with table_of(path):
+                    found += read(path)
     return found
 
 
 def kernels(card: str) -> list[Point]:
     """Single orthogonalizations of `kernel_times.py`, the pass before them included."""
-    content = json.loads((RESULTS / f"kernels_{card}.json").read_text())
-    gpu = GPUS[card]
+    found: list[Point] = []
+    for path in (
+        RESULTS / f"kernels_{card}.json",
+        *(p for p in sorted(RESULTS.glob(f"kernels_{card}_*")) if p.stem in PRESENT_KERNELS),
+    ):
+        with table_of(path):
+            found += _orthogonalizations(path, GPUS[card])
+    return found
+
+
+def _orthogonalizations(path: Path, gpu: Gpu) -> Iterator[Point]:
+    content = json.loads(path.read_text())
     group = {"ns_steps": 5, "ns_coefficients": "jordan", "ns_dtype": None, "compat": None, "eps": None}
-    found = []
     for row in content["rows"]:
         batch, m, n = row["shape"]
         results = row["implementations"]
@@ -201,9 +233,9 @@ def kernels(card: str) -> list[Point]:
         products = newton_schulz_seconds(gpu, batch, m, n, group)
         products += EFFICIENCY.sustained * max(0.0, products - EFFICIENCY.boost_seconds)
         predicted = products + normalize
-        kind = FITTED if card == "h200" and 1e-3 * measured > EFFICIENCY.boost_seconds else PREDICTED
-        found.append(Point(f"kernels_{card}", f"{batch} x {m} x {n}", "newton_schulz", kind, measured, 1e3 * predicted))
-    return found
+        kind = FITTED if path.stem == "kernels_h200" and 1e-3 * measured > EFFICIENCY.boost_seconds else PREDICTED
+        what = f"{batch} x {m} x {n}" + (", on clusters" if path.stem in PRESENT_KERNELS else "")
+        yield Point(path.stem, what, "newton_schulz", kind, measured, 1e3 * predicted)
 
 
 def table(found: list[Point]) -> str:

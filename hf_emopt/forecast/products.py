@@ -17,7 +17,7 @@ from hf_emopt.forecast.hardware import GPUS, Gpu
 from hf_emopt.linalg.coefficients import resolve_coefficients
 from hf_emopt.linalg.gram_newton_schulz import find_restart_steps
 from hf_emopt.linalg.newton_schulz import gram_pays
-from hf_emopt.linalg.triton.configs import family, load_table
+from hf_emopt.linalg.triton.configs import chosen_table, family, load_table
 from hf_emopt.rules.base import Group
 
 __all__ = ["has_kernels", "newton_schulz_launches", "newton_schulz_seconds", "product_seconds"]
@@ -34,8 +34,9 @@ _Point = tuple[float, float, float]
 
 
 @functools.cache
-def _points(architecture: int, symmetric: bool, with_c: bool) -> tuple[_Point, ...]:
-    """``(log2 elements of the result, log2 depth, log2 operations a second)`` of each measured product."""
+def _points(architecture: int, table: str, symmetric: bool, with_c: bool) -> tuple[_Point, ...]:
+    """``(log2 elements of the result, log2 depth, log2 operations a second)`` of each measured product. ``table``: what the
+    environment names, so that another one is read when it changes."""
     found = []
     for e in load_table(architecture):
         if e.with_c == with_c:
@@ -46,9 +47,9 @@ def _points(architecture: int, symmetric: bool, with_c: bool) -> tuple[_Point, .
 
 
 @functools.lru_cache(maxsize=65536)
-def _rate(architecture: int, symmetric: bool, with_c: bool, elements: float, depth: float) -> float:
+def _rate(architecture: int, table: str, symmetric: bool, with_c: bool, elements: float, depth: float) -> float:
     """Operations a second, by inverse square distance."""
-    points = _points(architecture, symmetric, with_c)
+    points = _points(architecture, table, symmetric, with_c)
     total = weights = 0.0
     for x, y, z in points:
         distance = (x - elements) ** 2 + (y - depth) ** 2 + _SOFTENING
@@ -77,7 +78,8 @@ def product_seconds(
     where = (math.log2(batch * m * n), math.log2(k))
     # Where nothing is measured: general products at the measured card's rates, scaled by datasheets.
     architecture = gpu.architecture if has_kernels(gpu) else _REFERENCE.architecture
-    rate = _rate(architecture, symmetric and has_kernels(gpu), with_c, *where) * gpu.bf16 / _REFERENCE.bf16
+    rate = _rate(architecture, chosen_table(), symmetric and has_kernels(gpu), with_c, *where)
+    rate *= gpu.bf16 / _REFERENCE.bf16
     return float(max(flops / rate, _LAUNCH))
 
 

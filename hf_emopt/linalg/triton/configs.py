@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +122,13 @@ def _read(path: Path) -> tuple[dict[str, Any], tuple[Entry, ...]]:
     if not path.exists():
         return {}, ()
     content = json.loads(path.read_text())
+    known = {field.name for field in fields(Config)}
+    for row in content["entries"]:
+        if unknown := sorted(set(row["config"]) - known):
+            raise ValueError(
+                f"{path} is of another version: it has configurations with {', '.join(unknown)}. Measure it again with "
+                f"`hf-emopt bench kernels --tune {path.name}`"
+            )
     entries = tuple(
         Entry(row["batch"], row["m"], row["k"], row["with_c"], Config(**row["config"]), row["ms"], row["general_ms"])
         for row in content["entries"]
