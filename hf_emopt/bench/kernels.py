@@ -10,7 +10,7 @@ import functools
 import importlib.util
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -209,7 +209,8 @@ def compare(
 def tune(
     shapes: Sequence[Shape], *, repeat_ms: float = 15.0, candidates: Sequence[Config] | None = None
 ) -> list[Entry]:
-    """The best configuration for the products of every shape: ``X X^T``, the square ``A A``, and ``A A + A``."""
+    """The best configuration for the products of every shape: ``X X^T``, the square ``A A``, and ``A A + A``; without
+    clusters, and with them where that is better."""
     architecture = runtime.architecture(torch.device("cuda", torch.cuda.current_device()))
     if architecture is None or not runtime.supported(torch.device("cuda")):
         raise RuntimeError("tuning needs an NVIDIA GPU of capability 8.0 or higher, and Triton 3.4 or later")
@@ -219,11 +220,18 @@ def tune(
     for batch, m, k, with_c in problems:
         times = measure_product(batch, m, k, tried, with_c=with_c, repeat_ms=repeat_ms)
         general = times.pop(None)
-        config, best = min(times.items(), key=lambda item: item[1])
-        assert config is not None
-        entries.append(Entry(batch, m, k, with_c, config, best, general))
+        entries += best_entries((batch, m, k), with_c, times, general)  # type: ignore[arg-type]
+        config, best = entries[-1].config, entries[-1].ms
         print(f"{batch} x {m} x {k}: {best:.4f} ms, general product {general:.4f} ms, {config}", flush=True)
     return entries
+
+
+def best_entries(shape: Shape, with_c: bool, times: Mapping[Config, float], general_ms: float) -> list[Entry]:
+    """Of one product's times by configuration: the best without clusters, then the best of all if it has them."""
+    ranked = sorted(times, key=lambda config: times[config])
+    chosen = [next(config for config in ranked if not config.clusters)]
+    chosen += ranked[:1] * ranked[0].clusters
+    return [Entry(*shape, with_c, config, times[config], general_ms) for config in chosen]
 
 
 def measure_product(

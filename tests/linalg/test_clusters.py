@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from hf_emopt.bench.kernels import best_entries
 from hf_emopt.linalg.hopper import compile, launch
 from hf_emopt.linalg.hopper.schedule import COLS, END, NOTHING, ROWS, SHARED, SQUARE, TILE, Work, schedule, table
-from hf_emopt.linalg.triton import configs
+from hf_emopt.linalg.triton import configs, variants
 from hf_emopt.linalg.triton.configs import CANDIDATES, Config, Entry
 from hf_emopt.linalg.triton.symmetric_launch import symmetric_product
 
@@ -201,10 +202,35 @@ def test_configurations_of_clusters_are_kept_in_tables(tmp_path: Path) -> None:
 
 def test_large_products_are_on_clusters_by_the_table() -> None:
     assert all(
-        configs.choose(90, b, m, k).clusters for b, m, k in [(24, 1024, 4096), (16, 2048, 2048), (1, 8192, 8192)]
+        configs.choose(90, b, m, k, clusters=True).clusters
+        for b, m, k in [(24, 1024, 4096), (16, 2048, 2048), (1, 8192, 8192)]
     )
-    assert not configs.choose(90, 1, 2048, 2048).clusters
+    assert not configs.choose(90, 1, 2048, 2048, clusters=True).clusters
+    assert not configs.choose(90, 24, 1024, 4096, clusters=False).clusters
     assert not any(entry.config.clusters for arch in (80, 100) for entry in configs.load_table(arch))
+
+
+def test_beside_collectives_only_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(variants.VARIABLE, raising=False)
+    assert variants.on_clusters()
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    assert variants.on_clusters()
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    assert not variants.on_clusters()
+    monkeypatch.setenv(variants.VARIABLE, "estimate,clusters")
+    assert variants.on_clusters()
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
+    monkeypatch.setenv(variants.VARIABLE, "estimate")
+    assert not variants.on_clusters()
+
+
+def test_tuning_keeps_the_best_without_clusters_too() -> None:
+    one, two, clusters = Config(64, 64, 64, 4, 4), Config(128, 128, 64, 4, 3), Config(128, 256, 64, 8, 4, clusters=True)
+    shape = (2, 512, 512)
+    kept = best_entries(shape, False, {one: 3.0, two: 2.0, clusters: 1.0}, 4.0)
+    assert kept == [Entry(*shape, False, two, 2.0, 4.0), Entry(*shape, False, clusters, 1.0, 4.0)]
+    assert best_entries(shape, True, {one: 3.0, two: 2.0, clusters: 2.5}, 4.0) == [Entry(*shape, True, two, 2.0, 4.0)]
 
 
 def test_where_clusters_cannot_run_the_other_kernels_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -273,7 +273,8 @@ class TestDispatch:
         assert not configs.measured(80)
         assert not configs.measured(100)
         for entry in entries:
-            assert configs.choose(90, entry.batch, entry.m, entry.k, entry.with_c) == entry.config
+            problem = (entry.batch, entry.m, entry.k, entry.with_c)
+            assert configs.choose(90, *problem, entry.config.clusters) == entry.config
             assert entry.config in configs.CANDIDATES[90]
         assert configs.choose(90, 7, 4100, 4000) == configs.choose(90, 8, 4096, 4096)
 

@@ -158,21 +158,27 @@ def save_table(path: Path, entries: list[Entry], **facts: Any) -> None:
 
 
 @functools.lru_cache(maxsize=4096)
-def choose(architecture: int | None, batch: int, m: int, k: int, with_c: bool = False) -> Config:
+def choose(
+    architecture: int | None, batch: int, m: int, k: int, with_c: bool = False, clusters: bool = False
+) -> Config:
     """The configuration for ``batch`` products of ``(m, k)``: that of the nearest measured problem.
 
     Args:
         architecture: compute capability as one number; ``None`` when interpreting.
+        clusters: the product can run on clusters. A problem has an entry with them beside the one without where they are
+            faster.
     """
     if architecture is None:
         return Config(32, 32, 32, 4, 1, descriptors=False, group=2)
-    entries = tuple(entry for entry in load_table(architecture) if entry.with_c == with_c)
+    entries = tuple(
+        entry for entry in load_table(architecture) if entry.with_c == with_c and entry.config.clusters <= clusters
+    )
     if not entries:
         return _DEFAULTS[family(architecture)]
 
-    def distance(entry: Entry) -> float:
+    def distance(entry: Entry) -> tuple[float, float]:
         # The number of tiles decides how a device is filled, the depth how much a tile costs beside its ends.
         tiles = math.log2(batch * m * m) - math.log2(entry.batch * entry.m * entry.m)
-        return abs(tiles) + abs(math.log2(m / entry.m)) + 0.5 * abs(math.log2(k / entry.k))
+        return abs(tiles) + abs(math.log2(m / entry.m)) + 0.5 * abs(math.log2(k / entry.k)), entry.ms
 
     return min(entries, key=distance).config

@@ -106,10 +106,12 @@ def symmetric_product(
     trans = a.stride(-1) != 1
     inputs = (a.mT, b.mT) if trans else (a, b)
     power = 0 if correction is None else power
+    can_cluster = not trans and cluster_launch.takes(a, b, c, out)
     if config is None:
-        config = configs.choose(None if interpreting() else architecture(a.device), batch, m, k, c is not None)
+        capability = None if interpreting() else architecture(a.device)
+        config = configs.choose(capability, batch, m, k, c is not None, can_cluster and variants.on_clusters())
     if config.clusters:
-        if not trans and cluster_launch.takes(a, b, c, out):
+        if can_cluster:
             cluster_launch.cluster_product(
                 a, b, c, out, alpha=alpha, beta=beta, diagonal=diagonal, correction=correction, power=power,
                 group=config.group, same=_same(a, b),

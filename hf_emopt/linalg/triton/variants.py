@@ -1,10 +1,13 @@
 """Variants of the kernels that are compared with one another: measured, then made the default or removed.
 
-``HF_EMOPT_KERNEL_VARIANTS`` names those to use, separated by commas (none: empty); unset, it is ``estimate,diagonal``:
+``HF_EMOPT_KERNEL_VARIANTS`` names those to use, separated by commas (none: empty); unset, it is
+``estimate,diagonal,clusters``:
 
 * ``estimate``: the cast of a normalization is scaled by an estimate of the norm, in the pass that finds the norm itself; what
   is left of it goes into the first products (:mod:`hf_emopt.linalg.triton.estimated_kernels`).
-* ``diagonal``: a program on the diagonal of ``A A^T`` reads its block once. Programs that stay do so in any case.
+* ``diagonal``: a program on the diagonal of ``A A^T`` reads its block once.
+* ``clusters``: products of many tiles run on clusters of two multiprocessors (:mod:`hf_emopt.linalg.hopper`). Unless the
+  variable is set, only where there is one rank, see :func:`on_clusters`.
 """
 
 from __future__ import annotations
@@ -12,14 +15,17 @@ from __future__ import annotations
 import functools
 from typing import Literal, TypeAlias, get_args
 
+import torch
+
 from hf_emopt.linalg.triton.runtime import variable
 
-__all__ = ["VARIABLE", "Variant", "chosen", "enabled"]
+__all__ = ["VARIABLE", "Variant", "chosen", "enabled", "on_clusters"]
 
 VARIABLE = "HF_EMOPT_KERNEL_VARIANTS"
-Variant: TypeAlias = Literal["estimate", "diagonal"]
+Variant: TypeAlias = Literal["estimate", "diagonal", "clusters"]
+_UNSET = "unset"
 # What an unset variable stands for.
-_DEFAULT = "estimate,diagonal"
+_DEFAULT = "estimate,diagonal,clusters"
 
 
 def chosen() -> frozenset[str]:
@@ -34,6 +40,19 @@ def chosen() -> frozenset[str]:
 def enabled(variant: Variant) -> bool:
     """Whether a variant is in use."""
     return variant in chosen()
+
+
+def on_clusters() -> bool:
+    """Whether products may run on clusters.
+
+    Each cluster has its share of a product from the start. Where collectives of other ranks hold some multiprocessors, the
+    shares of clusters that find no place are begun when others have ended theirs, and the product can take twice as long. So
+    it is left to the variable there, until it is measured.
+    """
+    if variable(VARIABLE, _UNSET) == _UNSET:
+        distributed = torch.distributed
+        return not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1
+    return enabled("clusters")
 
 
 @functools.lru_cache(maxsize=64)
