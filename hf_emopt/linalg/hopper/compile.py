@@ -50,12 +50,13 @@ __device__ __forceinline__ void unpack(u32 both, float& low, float& high) {{
 def source(dtype: torch.dtype, same: bool, added: bool) -> str:
     """The CUDA source for factors and results of a dtype of 16 bits; ``same``: B is A; ``added``: there is a C."""
     element = {torch.bfloat16: "bf16", torch.float16: "f16"}[dtype]
-    text = (Path(__file__).parent / "symmetric_product.cu").read_text()
+    here = Path(__file__).parent
+    instructions, kernel = ((here / name).read_text() for name in ("instructions.cuh", "symmetric_product.cu"))
     integers, flags = {"STAGES": STAGES, "PARTS": PARTS}, {"SAME": same, "ADDED": added}
     constants = "".join(f"constexpr int {name} = {value};\n" for name, value in integers.items())
     constants += "".join(f"constexpr bool {name} = {str(value).lower()};\n" for name, value in flags.items())
     generated = _conversions(element) + _multiply(256, element) + _multiply(128, element)
-    return constants + text.replace("//GENERATED", generated)
+    return constants + instructions.replace("//GENERATED", generated) + "\n" + kernel
 
 
 def _names() -> Iterator[str]:

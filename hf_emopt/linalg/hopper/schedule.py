@@ -20,10 +20,12 @@ __all__ = ["END", "NOTHING", "SHARED", "SQUARE", "TILE", "Item", "Work", "schedu
 NOTHING, TILE, SQUARE, SHARED, END = range(5)
 ROWS, COLS = 128, 256
 LATE = 8
+"""Matrices at the end whose squares come last of all."""
 
 
 class Work(NamedTuple):
-    """What one multiprocessor computes: ``ROWS`` rows of matrix ``batch`` from ``row`` on, and columns from ``col`` on."""
+    """What one multiprocessor computes: ``ROWS`` rows of matrix ``batch`` from ``row`` on, and columns from ``col`` on. Of
+    ``NOTHING``, ``row`` is the kind of what the other one computes."""
 
     batch: int
     row: int
