@@ -111,7 +111,8 @@ def compiled(dtype: torch.dtype, same: bool, added: bool) -> tuple[bytes, str]:
         log = _text(program, "nvrtcGetProgramLogSize", "nvrtcGetProgramLog").rstrip(b"\0").decode()
         if code != 0:
             raise RuntimeError(
-                f"NVRTC {torch.version.cuda} cannot compile symmetric_product.cu for {ARCHITECTURE}: {log}"
+                f"NVRTC cannot compile symmetric_product.cu for {ARCHITECTURE}: {log} Set HF_EMOPT_KERNEL_VARIANTS="
+                "estimate,diagonal to run on the Triton kernels, and report this with the version of torch"
             )
         return _text(program, "nvrtcGetCUBINSize", "nvrtcGetCUBIN"), log
     finally:
