@@ -216,7 +216,7 @@ def _kernels() -> Iterator[Finding]:
         yield Finding(section, f"table sm_{capability}", "note", text)
     if any(entry.config.clusters for entry in entries):
         if nvrtc.available():
-            text = "NVRTC is there: products of many tiles run on clusters of two multiprocessors"
+            text = "NVRTC is there: in one process, products of many tiles run on clusters of two multiprocessors"
             yield Finding(section, "clusters", "ok", text)
         else:
             text = (

@@ -14,7 +14,7 @@ from torch import Tensor
 from hf_emopt.bench.kernels import best_entries
 from hf_emopt.linalg.hopper import compile, launch
 from hf_emopt.linalg.hopper.schedule import COLS, END, NOTHING, ROWS, SHARED, SQUARE, TILE, Work, schedule, table
-from hf_emopt.linalg.triton import configs, variants
+from hf_emopt.linalg.triton import configs, symmetric_launch, variants
 from hf_emopt.linalg.triton.configs import CANDIDATES, Config, Entry
 from hf_emopt.linalg.triton.symmetric_launch import symmetric_product
 
@@ -228,6 +228,34 @@ def test_beside_collectives_only_when_asked(monkeypatch: pytest.MonkeyPatch) -> 
     assert not variants.on_clusters()
 
 
+def test_who_can_run_on_clusters_is_asked_where_the_table_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """24 x 1024 x 256 has an entry near with them; a matrix of 64 has none, and nobody asks."""
+    chosen: list[Config] = []
+    asked: list[tuple[int, ...]] = []
+    on: list[Tensor] = []
+
+    def takes(a: Tensor, *_: Tensor | None) -> bool:
+        asked.append(tuple(a.shape))
+        return True
+
+    monkeypatch.setattr(symmetric_launch, "architecture", lambda device: 90)
+    monkeypatch.setattr(symmetric_launch, "interpreting", lambda: False)
+    monkeypatch.setattr(symmetric_launch, "_launch_descriptors", lambda *args: chosen.append(args[4]))
+    monkeypatch.setattr(symmetric_launch, "_launch_pointers", lambda *args: chosen.append(args[5]))
+    monkeypatch.setattr(symmetric_launch.cluster_launch, "takes", takes)
+    monkeypatch.setattr(symmetric_launch.cluster_launch, "cluster_product", lambda a, *_, **__: on.append(a))
+    large, small = torch.zeros(24, 1024, 256, dtype=torch.float16), torch.zeros(1, 64, 64, dtype=torch.float16)
+    for a in (large, small, large.mT.contiguous().mT):
+        symmetric_product(a, a, None, a.new_empty(a.shape[0], a.shape[1], a.shape[1]), alpha=1.0, beta=0.0)
+    assert asked == [(24, 1024, 256)]  # nor of the transposed one, which they do not take
+    assert [x is large or x.data_ptr() == large.data_ptr() for x in on] == [True]
+    assert [config.clusters for config in chosen] == [False, False]
+    monkeypatch.setattr(symmetric_launch.variants, "on_clusters", lambda: False)
+    symmetric_product(large, large, None, large.new_empty(24, 1024, 1024), alpha=1.0, beta=0.0)
+    assert chosen[-1] == configs.choose(90, 24, 1024, 256)
+    assert len(on) == 1
+
+
 def test_tuning_keeps_the_best_without_clusters_too() -> None:
     one, two, clusters = Config(64, 64, 64, 4, 4), Config(128, 128, 64, 4, 3), Config(128, 256, 64, 8, 4, clusters=True)
     shape = (2, 512, 512)
@@ -237,8 +265,6 @@ def test_tuning_keeps_the_best_without_clusters_too() -> None:
 
 
 def test_where_clusters_cannot_run_the_other_kernels_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_emopt.linalg.triton import symmetric_launch
-
     seen: list[Config] = []
     monkeypatch.setattr(symmetric_launch, "_launch_pointers", lambda *args: seen.append(args[5]))
     a = torch.randn(2, 64, 64, dtype=torch.float16)

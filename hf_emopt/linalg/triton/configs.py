@@ -58,7 +58,8 @@ class Entry:
     general_ms: float
 
 
-# What ``--tune`` tries. All compile without spills (tests/linalg/test_triton_compile.py, and test_clusters.py).
+# What ``--tune`` tries. All compile without spills, but for some bytes on clusters with a C
+# (tests/linalg/test_triton_compile.py, test_clusters.py).
 CANDIDATES: dict[int, tuple[Config, ...]] = {
     80: (
         Config(128, 128, 32, 8, 4, descriptors=False),

@@ -106,18 +106,19 @@ def symmetric_product(
     trans = a.stride(-1) != 1
     inputs = (a.mT, b.mT) if trans else (a, b)
     power = 0 if correction is None else power
-    can_cluster = not trans and cluster_launch.takes(a, b, c, out)
     if config is None:
         capability = None if interpreting() else architecture(a.device)
-        config = configs.choose(capability, batch, m, k, c is not None, can_cluster and variants.on_clusters())
-    if config.clusters:
-        if can_cluster:
-            cluster_launch.cluster_product(
-                a, b, c, out, alpha=alpha, beta=beta, diagonal=diagonal, correction=correction, power=power,
-                group=config.group, same=_same(a, b),
-            )  # fmt: skip
-            return out
+        config = configs.choose(capability, batch, m, k, c is not None, clusters=True)
+        if config.clusters and not (variants.on_clusters() and _clusters_take(a, b, c, out, trans)):
+            config = configs.choose(capability, batch, m, k, c is not None)
+    elif config.clusters and not _clusters_take(a, b, c, out, trans):
         config = replace(config, clusters=False)
+    if config.clusters:
+        cluster_launch.cluster_product(
+            a, b, c, out, alpha=alpha, beta=beta, diagonal=diagonal, correction=correction, power=power,
+            group=config.group, same=_same(a, b),
+        )  # fmt: skip
+        return out
     if out.dtype == torch.float32 and config.block_m * config.block_n >= 128 * 128 and config.num_warps < 8:
         config = replace(config, num_warps=8)  # the accumulator and its mirror image, both 32 bits wide
     others = (out,) if c is None else (c, out)
@@ -130,6 +131,10 @@ def symmetric_product(
     else:
         _launch_pointers(a, b, c, out, scalars, config, form)
     return out
+
+
+def _clusters_take(a: Tensor, b: Tensor, c: Tensor | None, out: Tensor, trans: bool) -> bool:
+    return not trans and cluster_launch.takes(a, b, c, out)
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
