@@ -25,6 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_emopt
 from hf_emopt.bench.step_models import MODELS
+from hf_emopt.distributed import assignment
 from hf_emopt.forecast.hardware import EFFICIENCY, GPUS, NETWORKS, Gpu
 from hf_emopt.forecast.layouts import Layout
 from hf_emopt.forecast.products import newton_schulz_seconds
@@ -48,9 +49,13 @@ FITTED = "fitted"
 PREDICTED = "predicted"
 OLDER = "older code"
 PRESENT_KERNELS = (
-    "step_single_1.1b_h200_5d3ec2d", "step_single_1.1b_h200_5d3ec2d_profile", "kernels_h200_c564af5"
+    "step_single_1.1b_h200_5d3ec2d", "step_single_1.1b_h200_5d3ec2d_profile", "kernels_h200_c564af5",
+    "kernels_h200_5c660cb", "step_single_1.1b_h200_shapes",
 )  # fmt: skip
 """Measured with the kernels as they are. All others are predicted from ``kernel_table_h200_c800a30``, the table of theirs."""
+PRESENT_PLANS = ("step_single_1.1b_h200_shapes",)
+"""Measured since matrices of one shape lie together in a plan, and one process has buckets of twice the size. Before, a plan
+followed names among matrices of one cost."""
 FITTED_FILES = (
     "step_ddp_1.1b_2xh200", "refresh_2048_h200", "step_fsdp2_1.1b_2xh200_1946bf8", "step_ddp_1.1b_2xh200_1946bf8"
 )  # fmt: skip
@@ -104,15 +109,22 @@ def llama(**sizes: Any) -> nn.Module:
         return LlamaForCausalLM(LlamaConfig(**{"tie_word_embeddings": False, **sizes}))
 
 
+def _in_order_of_names(parameter: Any) -> tuple[Any, ...]:
+    return parameter.group, -parameter.cost, parameter.name
+
+
 @contextlib.contextmanager
-def table_of(path: Path) -> Iterator[None]:
-    """The kernels that a stored file was measured with."""
-    before = os.environ.get(TABLE_VARIABLE)
+def as_measured(path: Path) -> Iterator[None]:
+    """The kernels and the plan that a stored file was measured with."""
+    before, place, largest = os.environ.get(TABLE_VARIABLE), assignment._place, assignment.bucket_numel
     if path.stem not in PRESENT_KERNELS:
         os.environ[TABLE_VARIABLE] = str(RESULTS / "kernel_table_h200_c800a30.json")
+    if path.stem not in PRESENT_PLANS:
+        assignment._place, assignment.bucket_numel = _in_order_of_names, lambda large=False: largest()
     try:
         yield
     finally:
+        assignment._place, assignment.bucket_numel = place, largest
         os.environ.pop(TABLE_VARIABLE, None)
         if before is not None:
             os.environ[TABLE_VARIABLE] = before
@@ -205,7 +217,7 @@ def points() -> list[Point]:
     ):
         for path in sorted(RESULTS.glob(pattern)):
             if read is not whole_steps or "about" in json.loads(path.read_text()):
-                with table_of(path):
+                with as_measured(path):
                     found += read(path)
     return found
 
@@ -217,7 +229,7 @@ def kernels(card: str) -> list[Point]:
         RESULTS / f"kernels_{card}.json",
         *(p for p in sorted(RESULTS.glob(f"kernels_{card}_*")) if p.stem in PRESENT_KERNELS),
     ):
-        with table_of(path):
+        with as_measured(path):
             found += _orthogonalizations(path, GPUS[card])
     return found
 

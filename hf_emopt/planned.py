@@ -24,7 +24,7 @@ from hf_emopt.groups import adapter_at, unpack_units
 from hf_emopt.routing.unit import Unit
 from hf_emopt.rules.base import Group, MatrixRule
 
-__all__ = ["planned_copies", "planned_matrices"]
+__all__ = ["may_be_large", "planned_copies", "planned_matrices"]
 
 
 def planned_matrices(
@@ -114,6 +114,11 @@ def planned_copies(groups: Sequence[Group], grids: dict[str, Grid]) -> list[Plan
                 tag = f"{param.dtype} {param.device}"
                 planned.append(PlannedParameter(name, group_index, position, (), (param.numel(),), tag, storage))
     return planned
+
+
+def may_be_large(rule: MatrixRule, groups: Sequence[Group], offloads: bool) -> bool:
+    """Whether a bucket takes little memory beside its parameters: no factors, and no state that is copied to be used."""
+    return not (rule.scheduled or offloads) and all(group["state_dtype"] == "float32" for group in groups)
 
 
 def _shard_cost(rule: MatrixRule, shape: tuple[int, int], group: Group, k: int) -> int:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
+import torch
 
+from hf_emopt import SOAP, Muon
 from hf_emopt.distributed.assignment import assign_owners, make_plan
 from hf_emopt.distributed.layout import Storage
 from hf_emopt.distributed.plan import PlannedParameter
+from hf_emopt.matrix_optimizer import MatrixOptimizer
+from hf_emopt.planned import may_be_large
 from hf_emopt.routing.unit import Unit
 
 
@@ -99,3 +104,40 @@ def test_buckets_of_another_size_by_the_environment(monkeypatch: pytest.MonkeyPa
         monkeypatch.setenv("HF_EMOPT_MAX_BUCKET_NUMEL", wrong)
         with pytest.raises(ValueError, match="whole number above 0"):
             make_plan(members)
+
+
+def test_matrices_of_one_shape_lie_together() -> None:
+    """Projections up and down cost the same. In the order of names a bucket of three had both shapes."""
+    members = []
+    for i in range(6):
+        shape = (8, 24) if i % 2 else (24, 8)
+        members.append(
+            PlannedParameter(f"{i}", 0, i, (Unit.whole(shape),), (8 * 8 * 24,), "f32", Storage.whole(shape, 1))
+        )
+    plan = make_plan(members, max_bucket_numel=3 * 8 * 24)
+    assert [[p.storage.shape for p in b.parameters] for b in plan.buckets] == [[(8, 24)] * 3, [(24, 8)] * 3]
+
+
+@pytest.mark.parametrize(("world", "count"), [(1, 2), (2, 4)])
+def test_buckets_may_be_large_in_one_process_alone(world: int, count: int) -> None:
+    side = 4096
+    members = [
+        PlannedParameter(f"{i}", 0, i, (Unit.whole((side, side)),), (1,), "f32", Storage.sharded((side, side), world))
+        for i in range(16 * world)
+    ]
+    assert len(make_plan(members).buckets) == 4
+    assert len(make_plan(members, large=True).buckets) == count
+
+
+def test_which_optimizers_have_large_buckets() -> None:
+    """Factors, copies of narrow state and the room of what is offloaded all grow with the bucket."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False))
+
+    def large(cls: type[MatrixOptimizer] = Muon, **options: Any) -> bool:
+        optimizer = cls(model, **options)
+        return may_be_large(optimizer.rule, optimizer.param_groups, optimizer.offload_state is not None)
+
+    assert large()
+    assert not large(state_dtype="bfloat16")
+    assert not large(offload_state="cpu")
+    assert not large(SOAP)

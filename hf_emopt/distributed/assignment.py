@@ -40,15 +40,18 @@ def assign_owners(costs: dict[str, int], world_size: int) -> dict[str, int]:
     return owners
 
 
-def bucket_numel() -> int:
+def bucket_numel(large: bool = False) -> int:
     """Elements of a bucket for each rank: the environment's :data:`BUCKET_VARIABLE`, else :data:`MAX_BUCKET_NUMEL`.
+
+    Args:
+        large: twice :data:`MAX_BUCKET_NUMEL`.
 
     Raises:
         ValueError: when the variable is not a number above 0.
     """
     given = os.environ.get(BUCKET_VARIABLE, "")
     if not given:
-        return MAX_BUCKET_NUMEL
+        return MAX_BUCKET_NUMEL * (2 if large else 1)
     if not given.isdigit() or int(given) == 0:
         raise ValueError(f"{BUCKET_VARIABLE}={given!r} must be a whole number above 0, or unset for {MAX_BUCKET_NUMEL}")
     return int(given)
@@ -58,6 +61,7 @@ def make_plan(
     parameters: Sequence[PlannedParameter],
     max_bucket_numel: int | None = None,
     forward_order: bool = False,
+    large: bool = False,
 ) -> Plan:
     """The plan for these parameters.
 
@@ -67,8 +71,10 @@ def make_plan(
             ``None`` for :func:`bucket_numel`.
         forward_order: buckets follow the order of ``parameters`` (the model's) instead of falling cost, so that what the
             next forward needs first is ready first.
+        large: buckets may have twice as many elements where one rank has all parameters. Nothing has to travel beside the
+            mathematics there, and the matrices of a batch fill a GPU better the more they are.
     """
-    ordered = sorted(parameters, key=lambda p: (p.group, -p.cost, p.name))
+    ordered = sorted(parameters, key=_place)
     ranks = sorted({rank for p in parameters for row in p.storage.ranks for rank in row})
     owned = _Assignment(ranks).segments_of(ordered)
     alike: dict[tuple[Any, ...], list[PlannedParameter]] = {}
@@ -80,12 +86,17 @@ def make_plan(
         key = (parameter.group, parameter.tag, storage.ranks, storage.shards, paired, parameter.is_local, keeps, mode)
         alike.setdefault(key, []).append(parameter)
     buckets = []
-    limit = bucket_numel() if max_bucket_numel is None else max_bucket_numel
+    limit = bucket_numel(large and len(ranks) <= 1) if max_bucket_numel is None else max_bucket_numel
     for (*_, local, keeps, _), members in alike.items():
         for chunk in _chunks(members, limit):
             segments = tuple(replace(s, parameter=i) for i, p in enumerate(chunk) for s in owned[p.name])
             buckets.append(Bucket(chunk[0].group, tuple(chunk), segments, bool(local), bool(keeps)))
     return Plan(tuple(buckets), tuple(ranks) or (0,))
+
+
+def _place(parameter: PlannedParameter) -> tuple[Any, ...]:
+    """Falling cost. Matrices of one cost can be of two shapes (projections up and down); a batch is of one."""
+    return parameter.group, -parameter.cost, parameter.storage.shape, parameter.name
 
 
 def _chunks(members: Sequence[PlannedParameter], limit: int) -> list[list[PlannedParameter]]:

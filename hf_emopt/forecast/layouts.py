@@ -21,6 +21,7 @@ from hf_emopt.distributed.layout import Box, Storage, chunk_boxes
 from hf_emopt.distributed.plan import Plan, PlannedParameter
 from hf_emopt.distributed.tensor_parallel import TensorCut
 from hf_emopt.matrix_optimizer import MatrixOptimizer
+from hf_emopt.planned import may_be_large
 
 __all__ = ["LAYOUTS", "Layout", "Placed", "place"]
 
@@ -152,9 +153,9 @@ def place(
         )
     copies, own = _others(optimizer, layout, dims, names)
     forward = optimizer.overlap_param_gather and layout.name == "ddp"
-    return Placed(
-        layout, make_plan(planned, max_bucket_numel, forward), make_plan(copies, max_bucket_numel, forward), tuple(own)
-    )
+    large = may_be_large(optimizer.rule, optimizer.param_groups, optimizer.offload_state is not None)
+    plan = make_plan(planned, max_bucket_numel, forward, large)
+    return Placed(layout, plan, make_plan(copies, max_bucket_numel, forward), tuple(own))
 
 
 def _others(
