@@ -73,7 +73,7 @@ def print_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) 
 def root_rows(a: Tensor, tf32: Precision) -> tuple[list[list[str]], list[list[str]]]:
     cases: list[tuple[RootSolver, Precision]] = [("eigh", "highest"), ("coupled_newton", "highest")]
     cases += [("coupled_higher_order", "highest")]
-    cases += [("coupled_newton", precision) for precision in ("bf16x3", tf32)]
+    cases += [("coupled_newton", precision) for precision in ("bf16x3", tf32, "fp16")]
     forward, backward = [], []
     for relative_epsilon in (0.0, 1e-6, 1e-5, 1e-3):
         reference = reference_root(a, relative_epsilon)

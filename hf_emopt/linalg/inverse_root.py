@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
@@ -26,6 +26,7 @@ from hf_emopt.linalg.batches import (
     relative_norm,
     spectral_bound,
 )
+from hf_emopt.linalg.half_newton import half_newton
 from hf_emopt.linalg.precision import (
     Precision,
     add_product,
@@ -91,7 +92,7 @@ def inverse_root(
             eigenvalue becomes ``e``, as facebookresearch/optimizers does (``PerturbationConfig``). The iterations cannot:
             where ``e`` does not lift the least eigenvalue above rounding they do not converge and fall back. In
             float32 that happens to every singular matrix unless ``relative_epsilon`` is at least 1e-6 (highest),
-            1e-5 (bf16x3) or 1e-3 (tf32); it also sets the number of steps.
+            1e-5 (bf16x3) or 1e-3 (tf32, fp16); it also sets the number of steps.
         solver: ``eigh``; ``coupled_newton``, the coupled inverse Newton iteration (Guo and Higham 2006; Higham, Functions
             of Matrices, 7.18) with steps scaled to the spectrum's bounds; or ``coupled_higher_order``, its third-order
             form (Lakic 1998), unscaled.
@@ -330,21 +331,31 @@ def _by_iteration(
     lowest = 0.5 * min(1.0, max(settings.relative_epsilon, unit_roundoff(a.dtype, "highest")))
     steps = schedule(p, lowest, unit)[: settings.max_iterations]
     # A step that is scaled for a wide spectrum leads away from the identity: blocks that are there already wait.
-    active = ~(largest_entry(_minus_identity(start)) <= floor)
-    x, m = start, start
-    for step, polynomial in enumerate(steps):
-        d = _deviation(polynomial, m, active, precision)
-        x = _plus_identity(d) if step == 0 else add_product(x, x, d, precision)
-        if step + 1 < len(steps):
-            m = add_product(m, _power_deviation(d, p, precision), m, precision)
+    deviation = _minus_identity(start)
+    active = ~(largest_entry(deviation) <= floor)
     # The last step squares the error, which is not looked at again: the residual is.
-    error = torch.linalg.vector_norm(_minus_identity(m), dim=(-2, -1))
-    x = _symmetric_part(x)
+    if precision == "fp16" and start.dtype == torch.float32:
+        x, error = half_newton(deviation, steps, p, active, lowest ** (-1 / p))
+    else:
+        x, error = _full_newton(start, steps, p, active, precision)
     probes = random_probes(a)
     residual = torch.cat([_root_residual(start[s], x[s], p, probes) for s in block_chunks(*a.shape[:2])]).to(a.dtype)
     value = _power(x, settings.fraction.numerator, "highest")
     untrusted = ~(error * error <= floor) | ~(residual <= settings.residual_limit) | ~finite_blocks(value)
     return value, residual, untrusted
+
+
+def _full_newton(
+    m: Tensor, steps: Sequence[_Polynomial], p: int, active: Tensor, precision: Precision
+) -> tuple[Tensor, Tensor]:
+    """``X`` after all steps, and ``|M - I|_F`` before the last."""
+    x = m
+    for step, polynomial in enumerate(steps):
+        d = _deviation(polynomial, m, active, precision)
+        x = _plus_identity(d) if step == 0 else add_product(x, x, d, precision)
+        if step + 1 < len(steps):
+            m = add_product(m, _power_deviation(d, p, precision), m, precision)
+    return _symmetric_part(x), torch.linalg.vector_norm(_minus_identity(m), dim=(-2, -1))
 
 
 def _minus_identity(m: Tensor) -> Tensor:

@@ -7,31 +7,52 @@ Errors and times of what is made of them are in docs/roots-and-bases.md.
 | ``highest`` | float32 units | 2^-24 |
 | ``bf16x3`` | each factor split in two bfloat16 parts, three products | about 2^-16 |
 | ``tf32`` | factors cut to TF32 (10 bits) | 2^-10 |
+| ``fp16`` | matrices of the factors divided by a power of two and rounded to float16, float32 sums | 2^-11 |
 | ``tf32_emulated`` | ``tf32`` on any device, for tests and error tables | 2^-10 |
 
 float64 products are always exact float64. The split gives the same numbers on a CPU (exact products of the parts, summed
 in float32); ``tf32`` is exact float32 on devices without such units, hence ``tf32_emulated``. A split in TF32 parts is
 not offered: the units cut their sums as well, so at d = 1024 it is no better than the split in bfloat16, and slower.
+
+``fp16`` has the mantissa of ``tf32`` at twice its rate, and symmetric results at four times of it
+(:mod:`hf_emopt.linalg.symmetric`). What it has not is the range: elements of less than 2^-25 of their matrix's largest are
+lost, which is nothing beside the rounding of the large ones.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 
-__all__ = ["Precision", "add_product", "check_precision", "matmul_precision", "product", "unit_roundoff"]
+from hf_emopt.linalg.batches import power_of_two_scale
 
-Precision: TypeAlias = Literal["highest", "bf16x3", "tf32", "tf32_emulated"]
+__all__ = [
+    "Precision",
+    "add_product",
+    "check_precision",
+    "matmul_precision",
+    "multiply_16",
+    "product",
+    "scaled_half",
+    "unit_roundoff",
+]
+
+# Squares of scales in here, and their inverses, are float32 numbers, also times a factor such as 1 - beta.
+_LEAST_SCALE, _LARGEST_SCALE = 2.0**-54, 2.0**62
+
+Precision: TypeAlias = Literal["highest", "bf16x3", "tf32", "tf32_emulated", "fp16"]
 
 _UNIT_ROUNDOFF: dict[str, float] = {
     "highest": 2.0**-24,
     "bf16x3": 2.0**-16,
     "tf32": 2.0**-10,
     "tf32_emulated": 2.0**-10,
+    "fp16": 2.0**-11,
 }
 
 
@@ -143,18 +164,56 @@ def _split_both(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     a1, a2 = _split(a)
     if b is a:
         return a1, a2, a1, a2
-    if a.data_ptr() == b.data_ptr() and a.shape == b.mT.shape and a.stride() == b.mT.stride():  # a Gram matrix
+    if _is_transpose(a, b):
         return a1, a2, a1.mT, a2.mT
     return a1, a2, *_split(b)
 
 
-def _multiply_bf16(a: Tensor, b: Tensor) -> Tensor:
-    """bfloat16 factors, float32 result."""
+def scaled_half(x: Tensor) -> tuple[Tensor, Tensor]:
+    """``X / s`` in float16, contiguous, and ``s``: a power of two for each matrix that brings its largest entry to 1 to 2.
+
+    Args:
+        x: ``(m, n)`` or ``(N, m, n)``, float32, bfloat16 or float16, any strides.
+
+    Returns:
+        The rounded matrices, and ``(N, 1, 1)`` (``(1, 1)`` for one matrix) in float32. ``s`` stays between 2^-54 and 2^62, so
+        that what multiplies squares of it stays in range; infinities and NaN stay.
+    """
+    if x.ndim == 2:
+        half, scale = scaled_half(x[None])
+        return half[0], scale[0]
+    peak = torch.linalg.vector_norm(x, math.inf, dim=(-2, -1)) if x.numel() else x.new_zeros(x.shape[0])
+    scale = power_of_two_scale(peak.float()).clamp_(_LEAST_SCALE, _LARGEST_SCALE)
+    half = torch.empty(x.shape, dtype=torch.float16, device=x.device)
+    return torch.div(x, scale if x.dtype == torch.float32 else scale.to(x.dtype), out=half), scale
+
+
+def multiply_16(a: Tensor, b: Tensor, *, wide: bool = True) -> Tensor:
+    """Factors of one 16-bit dtype, sums in float32. The result is float32, or the factors' with ``wide=False``."""
+    if a.is_cuda and not wide:
+        return a @ b
     if a.is_cuda and a.ndim == 3:
         with contextlib.suppress(TypeError):  # torch < 2.8 has no out_dtype
             return torch.bmm(a, b, out_dtype=torch.float32)
-    with matmul_precision("tf32"):  # bfloat16 numbers are TF32 numbers
-        return a.float() @ b.float()
+    with matmul_precision("tf32"):  # numbers of 16 bits are TF32 numbers
+        value = a.float() @ b.float()
+    return value if wide else value.to(a.dtype)
+
+
+def _multiply_half(a: Tensor, b: Tensor) -> Tensor:
+    a16, scale_a = scaled_half(a)
+    if b is a:
+        b16, scale_b = a16, scale_a
+    elif _is_transpose(a, b):
+        b16, scale_b = a16.mT, scale_a
+    else:
+        b16, scale_b = scaled_half(b)
+    return multiply_16(a16, b16).mul_(scale_a * scale_b)
+
+
+def _is_transpose(a: Tensor, b: Tensor) -> bool:
+    """Whether ``B`` is ``A^T`` by its address and strides, so that the product is a Gram matrix."""
+    return a.data_ptr() == b.data_ptr() and a.shape == b.mT.shape and a.stride() == b.mT.stride()
 
 
 def product(a: Tensor, b: Tensor, precision: Precision = "highest") -> Tensor:
@@ -169,8 +228,10 @@ def product(a: Tensor, b: Tensor, precision: Precision = "highest") -> Tensor:
     if precision == "tf32_emulated":
         with matmul_precision("highest"):
             return _cut_to_tf32(a) @ _cut_to_tf32(b)
+    if precision == "fp16":
+        return _multiply_half(a, b)
     a1, a2, b1, b2 = _split_both(a, b)
-    return _multiply_bf16(a1, b2).add_(_multiply_bf16(a2, b1)).add_(_multiply_bf16(a1, b1))
+    return multiply_16(a1, b2).add_(multiply_16(a2, b1)).add_(multiply_16(a1, b1))
 
 
 def add_product(c: Tensor, a: Tensor, b: Tensor, precision: Precision = "highest", *, beta: float = 1.0) -> Tensor:

@@ -21,6 +21,7 @@ from hf_emopt.linalg.triton import configs, runtime
 
 __all__ = [
     "Backend",
+    "accumulate_gram",
     "add_product",
     "gram",
     "kernels_pay",
@@ -130,6 +131,26 @@ def symmul(
     result = a.new_empty((*a.shape[:-1], a.shape[-2]), dtype=dtype) if out is None else out
     _symmul_into(a, b, c, result, alpha, beta, diagonal, backend)
     return result
+
+
+def accumulate_gram(
+    c: Tensor, a: Tensor, scale: Tensor, alpha: float, beta: Tensor, *, backend: Backend = "auto"
+) -> Tensor:
+    """``C <- beta C + alpha s^2 A A^T`` in place, of matrices ``s A`` held in 16 bits as ``A``; symmetric bit for bit.
+
+    Args:
+        c: ``(B, m, m)`` float32, symmetric; its lower triangle counts.
+        a: ``(B, m, k)`` bfloat16 or float16, any strides.
+        scale: ``(B,)`` float32, ``s``, such that neither ``alpha s^2`` nor its inverse leaves float32.
+        beta: ``(B,)`` float32, on the device as ``scale`` is: no host sees either.
+    """
+    if _on_kernels(a, backend) and c.stride(-1) == 1:
+        from hf_emopt.linalg.triton.symmetric_launch import symmetric_product
+
+        both = torch.stack((scale, beta), dim=1)
+        return symmetric_product(a, a, c, c, alpha=alpha, beta=1.0, correction=both, power=3)
+    value = _wide_product(a, a, torch.float32).mul_((alpha * scale.square()).view(-1, 1, 1))
+    return c.copy_(_mirrored(value.add_(c * beta.view(-1, 1, 1)), 0.0, torch.float32))
 
 
 def _is_plain(*tensors: Tensor | None) -> bool:

@@ -12,9 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+import torch
 from torch import Tensor
 
-__all__ = ["BlockClass", "BlockGrid", "BlockState", "Side", "mode_product", "unfold"]
+from hf_emopt.linalg.precision import Precision, multiply_16, scaled_half
+
+__all__ = ["BlockClass", "BlockGrid", "BlockState", "Side", "mode_product", "mode_products", "unfold"]
+
+_LONGEST_HALF_SUM = 2**13
 
 
 @dataclass(frozen=True)
@@ -117,6 +122,30 @@ def mode_product(x: Tensor, matrix: Tensor, d: int) -> Tensor:
     moved = x.movedim(d + 1, 1)
     product = matrix @ moved.reshape(x.shape[0], x.shape[d + 1], -1)
     return product.reshape(x.shape[0], -1, *moved.shape[2:]).movedim(1, d + 1)
+
+
+def mode_products(x: Tensor, matrices: Sequence[tuple[int, Tensor]], precision: Precision) -> Tensor:
+    """Several of :func:`mode_product`, one after another: ``(dimension, matrix)``.
+
+    With ``fp16`` factors are rounded as :func:`~hf_emopt.linalg.precision.scaled_half` does it, and so is what one product
+    hands to the next; matrices of another precision are multiplied as the context says
+    (:func:`~hf_emopt.linalg.precision.matmul_precision`).
+    """
+    if precision != "fp16" or x.dtype != torch.float32 or x.ndim != 3 or not matrices:
+        for d, matrix in matrices:
+            x = mode_product(x, matrix.to(x.dtype), d)
+        return x
+    y, scale = scaled_half(x)
+    for number, (d, matrix) in enumerate(matrices):
+        factor, size = scaled_half(matrix)
+        # Sums of numbers below 2 leave the range of float16 from 16,384 terms on.
+        last = number + 1 == len(matrices) or matrix.shape[-1] > _LONGEST_HALF_SUM
+        y = multiply_16(*((factor, y) if d == 0 else (y, factor.mT)), wide=last)
+        scale = scale * size
+        if last and number + 1 < len(matrices):
+            y, size = scaled_half(y)
+            scale = scale * size
+    return y.mul_(scale)
 
 
 @dataclass

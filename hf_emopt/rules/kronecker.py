@@ -16,7 +16,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from hf_emopt.linalg.precision import Precision, matmul_precision
+from hf_emopt.linalg.precision import Precision, matmul_precision, scaled_half
+from hf_emopt.linalg.symmetric import accumulate_gram
 from hf_emopt.rules.base import Clock, Group, state_dtype
 from hf_emopt.rules.blocks import BlockGrid, BlockState, unfold
 from hf_emopt.rules.checks import check_choice, check_flags, check_whole
@@ -123,17 +124,29 @@ class KroneckerRule(RefreshingRule):
         return full.view(-1, *full.shape[2:])
 
     def update_factor(
-        self, block: BlockState, d: int, group: Group, beta: float, rows: Tensor, gate: Gate, clock: Clock
+        self,
+        block: BlockState,
+        d: int,
+        group: Group,
+        beta: float,
+        rows: Tensor,
+        gate: Gate,
+        clock: Clock,
+        scale: Tensor | None = None,
     ) -> None:
         """``A <- beta A + (1 - beta) R R^T``, or ``A + R R^T`` for ``beta = 1``, where the step counts.
 
         Args:
             rows: ``(N * count, b_d, rest)``, the block unfolded (and whitened, where a variant asks for it); zeros in a step
-                that does not count.
+                that does not count. In float16 if they are already rounded, and then to be multiplied by ``scale``.
         """
         new = 1.0 if beta == 1.0 else 1.0 - beta
         factor = self.factor(block, d, group)
-        if isinstance(gate, Tensor):
+        if self.in_half(rows, group):
+            half, scale = (rows, scale) if scale is not None else scaled_half(rows)
+            kept = torch.ones_like(scale) if beta == 1.0 else 1.0 - new * gate * torch.ones_like(scale)
+            accumulate_gram(factor, half, scale.view(-1), new, kept.view(-1))
+        elif isinstance(gate, Tensor):
             if beta != 1.0:
                 # A list's multiplication by a scalar of the device is vectorized, a tensor's is not.
                 torch._foreach_mul_([factor], 1.0 - new * gate)
@@ -149,6 +162,19 @@ class KroneckerRule(RefreshingRule):
             generator = torch.Generator(factor.device).manual_seed(seed)
         shape = (*block.state[key].shape[:2], *factor.shape[1:])
         store_factor(block.state, key, factor.view(shape), storage, generator)
+
+    @staticmethod
+    def in_half(x: Tensor, group: Group) -> bool:
+        """Whether products of ``x`` run in float16: float32 matrices (or what is rounded of them) with that precision."""
+        return group["matmul_precision"] == "fp16" and x.dtype in (torch.float32, torch.float16)
+
+    def rows_of(self, block: BlockState, group: Group) -> tuple[Tensor, Tensor | None]:
+        """The block's gradients as its factors read them, rounded once for all sides, and their scale."""
+        return (
+            scaled_half(block.grads)
+            if self.in_half(block.grads, group) and block.grads.ndim == 3
+            else (block.grads, None)
+        )
 
     @staticmethod
     def whitened_rows(block: BlockState, d: int, white: Tensor) -> Tensor:

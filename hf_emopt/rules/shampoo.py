@@ -19,7 +19,7 @@ from hf_emopt.linalg.failures import with_ladder
 from hf_emopt.linalg.inverse_root import RootSolver, inverse_root
 from hf_emopt.rules.adam import adam_direction
 from hf_emopt.rules.base import Clock, Group
-from hf_emopt.rules.blocks import BlockState, Side, mode_product, unfold
+from hf_emopt.rules.blocks import BlockState, Side, mode_products, unfold
 from hf_emopt.rules.checks import check_betas, check_choice, check_flags, check_number, check_whole
 from hf_emopt.rules.conditioning import condition_of_root
 from hf_emopt.rules.kronecker import FACTOR_DTYPES, Gate, KroneckerRule, gate_of
@@ -32,7 +32,7 @@ GRAFTING: tuple[str, ...] = ("adam", "rmsprop", "adagrad", "sgd", "none")
 
 _GRAFT_FLOOR = 1e-16
 # An iteration of products cannot tell a smaller eigenvalue from rounding, and would not converge on it.
-_RELATIVE_EPSILON = {"highest": 1e-6, "bf16x3": 1e-5, "tf32": 1e-3, "tf32_emulated": 1e-3}
+_RELATIVE_EPSILON = {"highest": 1e-6, "bf16x3": 1e-5, "tf32": 1e-3, "tf32_emulated": 1e-3, "fp16": 1e-3}
 
 
 class ShampooRule(KroneckerRule):
@@ -179,17 +179,16 @@ class ShampooRule(KroneckerRule):
         return filtered / (moment.sqrt() + eps)
 
     def _update_factors(self, block: BlockState, group: Group, gate: Gate, clock: Clock) -> None:
-        dims = self.factored(block, group)
-        for d in dims:
-            if not group["kl"]:
-                rows = unfold(block.grads, d)
-            else:  # each side sees the gradient whitened by the other sides' inverse roots
-                white = block.grads
-                for other in dims:
-                    if other != d:
-                        white = mode_product(white, block.tensor("root", other).to(white.dtype), other)
-                rows = self.whitened_rows(block, d, white)
-            self.update_factor(block, d, group, group["betas"][1], rows, gate, clock)
+        dims, beta, precision = self.factored(block, group), group["betas"][1], group["matmul_precision"]
+        if not group["kl"]:
+            rows, scale = self.rows_of(block, group)
+            for d in dims:
+                self.update_factor(block, d, group, beta, unfold(rows, d), gate, clock, scale)
+            return
+        for d in dims:  # each side sees the gradient whitened by the other sides' inverse roots
+            roots = [(other, block.tensor("root", other)) for other in dims if other != d]
+            white = mode_products(block.grads, roots, precision)
+            self.update_factor(block, d, group, beta, self.whitened_rows(block, d, white), gate, clock)
 
     def refreshed_names(self, group: Group) -> tuple[str, ...]:
         return ("root",)
@@ -240,9 +239,8 @@ class ShampooRule(KroneckerRule):
         ready = self.refreshed_before(block, group, clock)
         if not any(ready):
             return graft
-        direction = m
-        for d in self.factored(block, group):
-            direction = mode_product(direction, block.tensor("root", d).to(m.dtype), d)
+        roots = [(d, block.tensor("root", d)) for d in self.factored(block, group)]
+        direction = mode_products(m, roots, group["matmul_precision"])
         if group["grafting"] != "none":
             dims = tuple(range(1, m.ndim))
             length = torch.linalg.vector_norm(direction, dim=dims, keepdim=True)

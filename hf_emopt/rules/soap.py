@@ -16,9 +16,10 @@ from torch import Tensor
 
 from hf_emopt.linalg.eigenbasis import EigenbasisRefresh, RefreshMethod, refresh_eigenbasis
 from hf_emopt.linalg.failures import with_ladder
+from hf_emopt.linalg.precision import Precision, product
 from hf_emopt.rules.adam import adam_direction
 from hf_emopt.rules.base import Clock, Group
-from hf_emopt.rules.blocks import BlockState, Side, mode_product, unfold
+from hf_emopt.rules.blocks import BlockState, Side, mode_product, mode_products, unfold
 from hf_emopt.rules.checks import check_betas, check_choice, check_number
 from hf_emopt.rules.conditioning import condition_in_basis, condition_of_spectrum
 from hf_emopt.rules.kronecker import FACTOR_DTYPES, Gate, KroneckerRule, gate_of
@@ -113,10 +114,8 @@ class SoapRule(KroneckerRule):
     def _adam(self, block: BlockState, group: Group, gate: Gate) -> Tensor:
         """The update of each block, in the parameter's coordinates."""
         dims = self.factored(block, group)
-        bases = {d: block.tensor("basis", d).to(block.grads.dtype) for d in dims}
-        projected = block.grads
-        for d in dims:
-            projected = mode_product(projected, bases[d].mT, d)
+        bases, precision = [(d, block.tensor("basis", d)) for d in dims], group["matmul_precision"]
+        projected = mode_products(block.grads, [(d, basis.mT) for d, basis in bases], precision)
         if group["compat"] == "paper":
             update = self._paper_direction(projected, block, group, gate)
         else:
@@ -125,9 +124,7 @@ class SoapRule(KroneckerRule):
             flat = projected.reshape(len(count), -1)
             update = adam_direction(flat, exp_avg, exp_avg_sq, count, group["betas"], group["eps"], gate)
             update = update.view(projected.shape)
-        for d in dims:
-            update = mode_product(update, bases[d], d)
-        return update
+        return mode_products(update, bases, precision)
 
     @staticmethod
     def _paper_direction(projected: Tensor, block: BlockState, group: Group, gate: Gate) -> Tensor:
@@ -143,19 +140,22 @@ class SoapRule(KroneckerRule):
 
     def _update_factors(self, block: BlockState, group: Group, gate: Gate, clock: Clock) -> None:
         beta = group["betas"][1] if group["shampoo_beta"] is None else group["shampoo_beta"]
-        dims = self.factored(block, group)
+        dims, precision = self.factored(block, group), group["matmul_precision"]
+        if not group["kl"]:
+            rows, scale = self.rows_of(block, group)
+            for d in dims:
+                self.update_factor(block, d, group, beta, unfold(rows, d), gate, clock, scale)
+            return
         for d in dims:
-            if not group["kl"]:
-                self.update_factor(block, d, group, beta, unfold(block.grads, d), gate, clock)
-                continue
             # The other sides' covariance is Q diag(lambda) Q^T; whitening by it needs no matrix back from the basis.
-            white = block.grads
+            turns = []
             for other in dims:
                 if other != d:
-                    basis = block.tensor("basis", other).to(white.dtype)
                     eigenvalues = block.tensor("eigenvalues", other)
                     floor = group["eps"] * eigenvalues.mean(-1, keepdim=True) + torch.finfo(eigenvalues.dtype).tiny
-                    white = mode_product(white, eigenvalues.maximum(floor).rsqrt().unsqueeze(-1) * basis.mT, other)
+                    basis = block.tensor("basis", other).to(block.grads.dtype)
+                    turns.append((other, eigenvalues.maximum(floor).rsqrt().unsqueeze(-1) * basis.mT))
+            white = mode_products(block.grads, turns, precision)
             self.update_factor(block, d, group, beta, self.whitened_rows(block, d, white), gate, clock)
 
     # ------------------------------------------------------------------ refresh
@@ -195,16 +195,17 @@ class SoapRule(KroneckerRule):
         exp_avg, exp_avg_sq = sides[0].block.tensor("exp_avg"), sides[0].block.tensor("exp_avg_sq")
         before = sides[0].pick(exp_avg), sides[0].pick(exp_avg_sq)
         first_moment, second_moment = before
+        precision: Precision = group["matmul_precision"]
         for side, result, kept in zip(sides, new, keep):
             d, basis = side.d, side.take("basis")
             # As it will be stored: in 16 bits the moments must turn by the basis that the next step sees.
             turned = torch.where(kept.view(-1, 1, 1), basis, result.tensors["basis"].to(basis.dtype))
-            turn = basis.to(exp_avg.dtype).mT @ turned.to(exp_avg.dtype)
+            turn = mode_products(turned.to(exp_avg.dtype), [(0, basis.mT)], precision)
             # Blocks that stay are left as they were, not put through a product with a near-identity.
             stay = kept.view(-1, *[1] * (exp_avg.ndim - 1))
-            first_moment = torch.where(stay, first_moment, mode_product(first_moment, turn.mT, d))
+            first_moment = torch.where(stay, first_moment, mode_products(first_moment, [(d, turn.mT)], precision))
             if group["compat"] != "paper":
-                carried = mode_product(second_moment, turn.square().mT, d)
+                carried = _turned_squares(second_moment, turn.square().mT, d, precision)
             else:
                 shape = [1] * second_moment.ndim
                 shape[0], shape[d + 1] = turn.shape[:2]
@@ -243,6 +244,13 @@ class SoapRule(KroneckerRule):
             f"{group['precondition_frequency']} steps ({group['refresh']}, {group['basis_method']}){cap}; "
             "update RMS is Adam's: lr means what it means for AdamW"
         )
+
+
+def _turned_squares(squares: Tensor, turn: Tensor, d: int, precision: Precision) -> Tensor:
+    """:func:`mode_product` of what divides updates: small squares must not be lost beside large ones, as in float16."""
+    if precision != "fp16" or squares.dtype != torch.float32 or squares.ndim != 3:
+        return mode_product(squares, turn, d)
+    return product(turn, squares, "bf16x3") if d == 0 else product(squares, turn.mT, "bf16x3")
 
 
 def _per_block(value: Gate, block: BlockState) -> Gate:

@@ -15,7 +15,8 @@ descriptors (sm_90 and later: the copy engine). Addresses of batches and rows ar
 diagonals are run-time values: one binary serves every coefficient.
 
 ``CORRECTED``: a number ``t`` for each matrix of the batch is read from memory. 1: it multiplies the whole result; 2: its
-square multiplies ``alpha``, as for ``X X^T`` of a matrix that should be ``t X``.
+square multiplies ``alpha``, as for ``X X^T`` of a matrix that should be ``t X``; 3: the same, and a second number for each
+matrix is the factor of ``C``.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
@@ -38,16 +39,20 @@ def _dot(a, b, acc, UPCAST: tl.constexpr):
 
 
 @triton.jit
-def _corrected(alpha, diagonal, correction_ptr, batch, CORRECTED: tl.constexpr):
-    """``alpha`` and the diagonal of one matrix of the batch."""
-    if CORRECTED > 0:
+def _corrected(alpha, beta, diagonal, correction_ptr, batch, CORRECTED: tl.constexpr):
+    """``alpha``, what ``C`` starts the sums with, and the diagonal of one matrix of the batch."""
+    if CORRECTED == 3:
+        t = tl.load(correction_ptr + 2 * batch)
+        alpha *= t * t
+        beta = tl.load(correction_ptr + 2 * batch + 1) / alpha
+    elif CORRECTED > 0:
         t = tl.load(correction_ptr + batch)
         alpha *= t
         if CORRECTED == 1:
             diagonal *= t
         else:
             alpha *= t
-    return alpha, diagonal
+    return alpha, beta, diagonal
 
 
 @triton.jit
@@ -206,7 +211,7 @@ def symmetric_product_pointer_kernel(
     tile = program % num_tiles
     row0 = tl.load(tiles_ptr + 2 * tile) * BLOCK_M
     col0 = tl.load(tiles_ptr + 2 * tile + 1) * BLOCK_N
-    alpha, diagonal = _corrected(alpha, diagonal, correction_ptr, batch, CORRECTED)
+    alpha, beta, diagonal = _corrected(alpha, beta, diagonal, correction_ptr, batch, CORRECTED)
     a_ptr += batch.to(tl.int64) * a_batch
     b_ptr += batch.to(tl.int64) * b_batch
     c_ptr += batch.to(tl.int64) * c_batch
@@ -338,7 +343,7 @@ def symmetric_product_descriptor_kernel(
     tile = program % num_tiles
     row0 = tl.load(tiles_ptr + 2 * tile) * BLOCK_M
     col0 = tl.load(tiles_ptr + 2 * tile + 1) * BLOCK_N
-    alpha, diagonal = _corrected(alpha, diagonal, correction_ptr, batch, CORRECTED)
+    alpha, beta, diagonal = _corrected(alpha, beta, diagonal, correction_ptr, batch, CORRECTED)
     if BLOCK_M == BLOCK_N:
         acc = _start_descriptor(c_desc, batch, row0, col0, beta, HAS_C, BLOCK_M, BLOCK_N)
         if DIAGONAL > 0:

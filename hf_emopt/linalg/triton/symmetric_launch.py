@@ -89,16 +89,19 @@ def symmetric_product(
         c, out: ``(B, m, m)`` or ``(m, m)``, rows contiguous. ``c`` may be ``out``.
         config: tiles; ``None`` takes them from the table.
         correction: ``(B,)`` float32 on the device, ``t``: the result is ``t (alpha A B^T + beta C + diagonal I)`` for
-            ``power=1``, and ``t^2 alpha A B^T + diagonal I`` for ``power=2``, which takes no ``c``.
+            ``power=1``, and ``t^2 alpha A B^T + diagonal I`` for ``power=2``, which takes no ``c``. ``(B, 2)`` for
+            ``power=3``, ``t`` and ``b``: ``t^2 alpha A B^T + b C + diagonal I``, whatever ``beta`` is.
 
     Raises:
-        ValueError: strides so long that a tile does not fit in 32-bit offsets, ``alpha`` 0 with a ``beta``, or a ``c`` with
-            ``power=2``.
+        ValueError: strides so long that a tile does not fit in 32-bit offsets, ``alpha`` 0 with a ``beta``, a ``c`` with
+            ``power=2``, or none with ``power=3``.
     """
     if alpha == 0.0 and c is not None and beta != 0.0:
         raise ValueError("alpha must not be 0 with beta C: sums start from beta / alpha C")
     if correction is not None and power == 2 and c is not None:
         raise ValueError("a correction with power=2 belongs to alpha alone: leave out c")
+    if correction is not None and power == 3 and (c is None or correction.ndim != 2):
+        raise ValueError("a correction with power=3 is (B, 2), the second number for C: give c")
     a, b, out = _as_batch(a), _as_batch(b), _as_batch(out)
     c = None if c is None else _as_batch(c)
     batch, m, k = a.shape
@@ -109,9 +112,9 @@ def symmetric_product(
     if config is None:
         capability = None if interpreting() else architecture(a.device)
         config = configs.choose(capability, batch, m, k, c is not None, clusters=True)
-        if config.clusters and not (variants.on_clusters() and _clusters_take(a, b, c, out, trans)):
+        if config.clusters and not (variants.on_clusters() and power < 3 and _clusters_take(a, b, c, out, trans)):
             config = configs.choose(capability, batch, m, k, c is not None)
-    elif config.clusters and not _clusters_take(a, b, c, out, trans):
+    elif config.clusters and not (power < 3 and _clusters_take(a, b, c, out, trans)):
         config = replace(config, clusters=False)
     if config.clusters:
         cluster_launch.cluster_product(
