@@ -15,7 +15,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hf_emopt.linalg.symmetric import symmul
+from hf_emopt.linalg.symmetric import kernels_pay, symmul
+from hf_emopt.linalg.triton import half_launch
 
 __all__ = ["half_newton"]
 
@@ -41,38 +42,36 @@ def half_newton(
     scale = 2.0 ** -max(0, math.ceil(math.log2(largest)) - _LARGEST_ROOT)
     x = torch.empty(0)
     for step, (c0, c1) in enumerate(steps):
-        d = _deviation(e, c0 + c1 - 1.0, c1, active)
+        d, m = _factors(e, c0 + c1 - 1.0, c1, active)
         if step == 0:
             x = d.float()
             _diagonal(x).add_(1.0)
         else:
-            rounded = torch.mul(x, scale, out=torch.empty_like(d))
+            rounded = x.half() if scale == 1.0 else torch.mul(x, scale, out=torch.empty_like(d))
             symmul(rounded, d, x, alpha=1.0 / scale, beta=1.0, out=x)
         if step + 1 < len(steps):
-            m = e.half()
-            _set_diagonal(m, _diagonal(e) + 1.0)
             symmul(_power(d, p), m, e, beta=1.0, out=e)
     return x, torch.linalg.vector_norm(e, dim=(-2, -1))
 
 
-def _deviation(e: Tensor, lift: float, slope: float, active: Tensor) -> Tensor:
-    """``lift I + slope E`` in float16. Without a lift it vanishes with ``E``, to the last bit of float16."""
-    d = torch.empty(e.shape, dtype=torch.float16, device=e.device)
-    if abs(lift) <= 1e-9:
-        return torch.mul(e, slope, out=d)
-    on = active.to(e.dtype)
+def _factors(e: Tensor, lift: float, slope: float, active: Tensor) -> tuple[Tensor, Tensor]:
+    """``D = lift I + slope E`` and ``M = I + E`` in float16. Without a lift ``D`` vanishes with ``E``, to the last bit.
+
+    Diagonals are summed in float32 and rounded once: of 1 - 0.97, two rounded numbers would leave few digits.
+    """
+    scaled = abs(lift) > 1e-9
+    if kernels_pay(e.device) and e.is_contiguous():
+        return half_launch.factors(e, lift, slope, active if scaled else None)
+    d, m = torch.empty(e.shape, dtype=torch.float16, device=e.device), e.half()
+    on = active.to(e.dtype).view(-1, 1) if scaled else torch.ones((), device=e.device)
     torch.mul(e, (on * slope).view(-1, 1, 1), out=d)
-    _set_diagonal(d, (_diagonal(e) * slope + lift) * on.view(-1, 1))
-    return d
+    _diagonal(d).copy_((_diagonal(e) * slope + (lift if scaled else 0.0)) * on)
+    _diagonal(m).copy_(_diagonal(e) + 1.0)
+    return d, m
 
 
 def _diagonal(x: Tensor) -> Tensor:
     return x.diagonal(dim1=-2, dim2=-1)
-
-
-def _set_diagonal(x: Tensor, value: Tensor) -> None:
-    """Rounds what was summed in float32: of 1 - 0.97 the sum of two rounded numbers would leave few digits."""
-    _diagonal(x).copy_(value)
 
 
 def _power(d: Tensor, n: int) -> Tensor:

@@ -30,6 +30,8 @@ import torch
 from torch import Tensor
 
 from hf_emopt.linalg.batches import power_of_two_scale
+from hf_emopt.linalg.symmetric import kernels_pay
+from hf_emopt.linalg.triton import half_launch
 
 __all__ = [
     "Precision",
@@ -173,15 +175,19 @@ def scaled_half(x: Tensor) -> tuple[Tensor, Tensor]:
     """``X / s`` in float16, contiguous, and ``s``: a power of two for each matrix that brings its largest entry to 1 to 2.
 
     Args:
-        x: ``(m, n)`` or ``(N, m, n)``, float32, bfloat16 or float16, any strides.
+        x: ``(m, n)``, ``(N, m, n)``, or ``(N, count, m, n)`` for batches of blocks; float32 or 16 bits, any strides.
 
     Returns:
-        The rounded matrices, and ``(N, 1, 1)`` (``(1, 1)`` for one matrix) in float32. ``s`` stays between 2^-54 and 2^62, so
-        that what multiplies squares of it stays in range; infinities and NaN stay.
+        The rounded matrices, all blocks as one batch, and ``(N, 1, 1)`` (``(1, 1)`` for one matrix) in float32. ``s`` is from
+        2^-54 to 2^62, so that squares of it stay in range; infinities and NaN stay what they are.
     """
     if x.ndim == 2:
         half, scale = scaled_half(x[None])
         return half[0], scale[0]
+    if kernels_pay(x.device) and half_launch.takes(x) and x.dtype in (torch.float32, torch.bfloat16, torch.float16):
+        half, scale = half_launch.scaled_half(x, _LEAST_SCALE, _LARGEST_SCALE)
+        return half, scale.view(-1, 1, 1)
+    x = x.flatten(0, -3)
     peak = torch.linalg.vector_norm(x, math.inf, dim=(-2, -1)) if x.numel() else x.new_zeros(x.shape[0])
     scale = power_of_two_scale(peak.float()).clamp_(_LEAST_SCALE, _LARGEST_SCALE)
     half = torch.empty(x.shape, dtype=torch.float16, device=x.device)

@@ -16,8 +16,19 @@ import torch
 from torch import Tensor
 
 from hf_emopt.linalg.precision import Precision, multiply_16, scaled_half
+from hf_emopt.linalg.symmetric import kernels_pay
+from hf_emopt.linalg.triton import half_launch
 
-__all__ = ["BlockClass", "BlockGrid", "BlockState", "Side", "mode_product", "mode_products", "unfold"]
+__all__ = [
+    "BlockClass",
+    "BlockGrid",
+    "BlockState",
+    "Side",
+    "half_mode_products",
+    "mode_product",
+    "mode_products",
+    "unfold",
+]
 
 _LONGEST_HALF_SUM = 2**13
 
@@ -67,13 +78,24 @@ class BlockGrid:
         """``(N, *dims)`` to one ``(N, count, *sizes)`` for each class."""
         return [self._class_view(x, c) for c in self.classes]
 
-    def merge(self, parts: Sequence[Tensor]) -> Tensor:
-        """The inverse of :meth:`split`."""
-        first = parts[0]
-        if len(parts) == 1 and parts[0].shape[1] == 1:
-            return first.reshape(first.shape[0], *self.dims)
+    def merge(self, parts: Sequence[Tensor], scales: Sequence[Tensor | None] | None = None) -> Tensor:
+        """The inverse of :meth:`split`.
+
+        Args:
+            parts: ``(N, count, *sizes)``, one for each class; may be changed.
+            scales: ``(N * count,)``, what the blocks of a part are multiplied by on their way.
+        """
+        first, scales = parts[0], scales or [None] * len(parts)
+        if len(parts) == 1 and first.shape[1] == 1:
+            whole = first if scales[0] is None else _scaled_into(first, scales[0], first)
+            return whole.reshape(first.shape[0], *self.dims)
         out = first.new_empty(first.shape[0], *self.dims)
-        for part, block_class in zip(parts, self.classes):
+        for part, scale, block_class in zip(parts, scales, self.classes):
+            blocks = self._class_view(out, block_class)
+            if blocks.untyped_storage().data_ptr() == out.untyped_storage().data_ptr():
+                blocks.copy_(part) if scale is None else _scaled_into(part, scale, blocks)
+                continue
+            part = part if scale is None else _scaled_into(part, scale, part)
             window = out
             for d, (start, size, count) in enumerate(_spans(block_class)):
                 window = window.narrow(d + 1, start, size * count)
@@ -89,6 +111,14 @@ class BlockGrid:
             window = window.narrow(d + 1, start, size * count)
         interleaved, order = _interleaved(block_class, x.shape[0])
         return window.reshape(interleaved).permute(order).reshape(x.shape[0], block_class.count, *block_class.sizes)
+
+
+def _scaled_into(part: Tensor, scale: Tensor, out: Tensor) -> Tensor:
+    """``out = s part`` for blocks ``(N, count, *sizes)``."""
+    wide = part.ndim == 4 and part.dtype == out.dtype == scale.dtype == torch.float32 and part.is_contiguous()
+    if wide and kernels_pay(part.device) and half_launch.takes(out):
+        return half_launch.times(part.flatten(0, 1), scale, out)
+    return torch.mul(part, scale.view(*part.shape[:2], *[1] * (part.ndim - 2)), out=out)
 
 
 def _spans(block_class: BlockClass) -> zip[tuple[int, int, int]]:
@@ -127,25 +157,41 @@ def mode_product(x: Tensor, matrix: Tensor, d: int) -> Tensor:
 def mode_products(x: Tensor, matrices: Sequence[tuple[int, Tensor]], precision: Precision) -> Tensor:
     """Several of :func:`mode_product`, one after another: ``(dimension, matrix)``.
 
-    With ``fp16`` factors are rounded as :func:`~hf_emopt.linalg.precision.scaled_half` does it, and so is what one product
-    hands to the next; matrices of another precision are multiplied as the context says
+    With ``fp16`` as :func:`half_mode_products`; matrices of another precision are multiplied as the context says
     (:func:`~hf_emopt.linalg.precision.matmul_precision`).
     """
-    if precision != "fp16" or x.dtype != torch.float32 or x.ndim != 3 or not matrices:
-        for d, matrix in matrices:
-            x = mode_product(x, matrix.to(x.dtype), d)
-        return x
+    if precision == "fp16" and x.dtype == torch.float32 and x.ndim == 3 and matrices:
+        value, scale = half_mode_products(x, matrices)
+        return value.mul_(scale.view(-1, 1, 1))
+    for d, matrix in matrices:
+        x = mode_product(x, matrix.to(x.dtype), d)
+    return x
+
+
+def half_mode_products(x: Tensor, matrices: Sequence[tuple[int, Tensor]]) -> tuple[Tensor, Tensor]:
+    """``y`` and ``s`` such that ``s y`` is the result of several of :func:`mode_product`, of float16 factors.
+
+    Factors are rounded as :func:`~hf_emopt.linalg.precision.scaled_half` does it, and so is what a product hands to the next.
+
+    Args:
+        x: ``(B, m, n)``, or ``(N, count, m, n)`` for blocks where they lie, with ``B = N * count``; float32.
+        matrices: at least one, ``(B, p, b_d)`` each.
+
+    Returns:
+        ``(B, m, n)`` and ``(B,)``, float32.
+    """
     y, scale = scaled_half(x)
     for number, (d, matrix) in enumerate(matrices):
         factor, size = scaled_half(matrix)
+        last = number + 1 == len(matrices)
         # Sums of numbers below 2 leave the range of float16 from 16,384 terms on.
-        last = number + 1 == len(matrices) or matrix.shape[-1] > _LONGEST_HALF_SUM
-        y = multiply_16(*((factor, y) if d == 0 else (y, factor.mT)), wide=last)
+        wide = last or matrix.shape[-1] > _LONGEST_HALF_SUM
+        y = multiply_16(*((factor, y) if d == 0 else (y, factor.mT)), wide=wide)
         scale = scale * size
-        if last and number + 1 < len(matrices):
+        if wide and not last:
             y, size = scaled_half(y)
             scale = scale * size
-    return y.mul_(scale)
+    return y, scale.view(-1)
 
 
 @dataclass

@@ -19,7 +19,7 @@ from hf_emopt.linalg.failures import with_ladder
 from hf_emopt.linalg.inverse_root import RootSolver, inverse_root
 from hf_emopt.rules.adam import adam_direction
 from hf_emopt.rules.base import Clock, Group
-from hf_emopt.rules.blocks import BlockState, Side, mode_products, unfold
+from hf_emopt.rules.blocks import BlockState, Side, half_mode_products, mode_products, unfold
 from hf_emopt.rules.checks import check_betas, check_choice, check_flags, check_number, check_whole
 from hf_emopt.rules.conditioning import condition_of_root
 from hf_emopt.rules.kronecker import FACTOR_DTYPES, Gate, KroneckerRule, gate_of
@@ -128,16 +128,19 @@ class ShampooRule(KroneckerRule):
         gate = gate_of(ok, x)
         unit_state["count"].add_(gate)
         filtered, graft = self._directions(x, unit_state, group, gate)
-        blocks, parts = self.blocks(x, unit_state, group), []
+        blocks = self.blocks(x, unit_state, group)
+        parts: list[Tensor] = []
+        scales: list[Tensor | None] = []
         grid = self.grid(x.shape[1:], group)
         with self.precision(group):
             for block in blocks:
                 self._update_factors(block, group, gate, clock)
             self.refresh(blocks, group, ok, clock)
             for block, m, g in zip(blocks, grid.split(filtered), grid.split(graft)):
-                direction = self._precondition(block, m.flatten(0, 1), g.flatten(0, 1), group, clock)
+                direction, scale = self._precondition(block, m, g, group, clock)
                 parts.append(direction.view(m.shape))
-        update = grid.merge(parts)
+                scales.append(scale)
+        update = grid.merge(parts, scales)
         return self._momentum(update, unit_state, group, gate)
 
     def _directions(self, x: Tensor, state: dict[str, Tensor], group: Group, gate: Gate) -> tuple[Tensor, Tensor]:
@@ -235,24 +238,39 @@ class ShampooRule(KroneckerRule):
             return solver, group["relative_epsilon"]
         return solver, 0.0 if solver == "eigh" else _RELATIVE_EPSILON[group["matmul_precision"]]
 
-    def _precondition(self, block: BlockState, m: Tensor, graft: Tensor, group: Group, clock: Clock) -> Tensor:
+    def _precondition(
+        self, block: BlockState, m: Tensor, graft: Tensor, group: Group, clock: Clock
+    ) -> tuple[Tensor, Tensor | None]:
+        """The update of each block, and what it is still to be multiplied by, if anything.
+
+        Args:
+            m, graft: ``(N, count, b1, ..., bk)``, of which the first is preconditioned and the other has the length.
+        """
         ready = self.refreshed_before(block, group, clock)
         if not any(ready):
-            return graft
+            return graft, None
         roots = [(d, block.tensor("root", d)) for d in self.factored(block, group)]
-        direction = mode_products(m, roots, group["matmul_precision"])
+        scale: Tensor | None = None
+        if roots and m.ndim == 4 and self.in_half(m, group):
+            direction, scale = half_mode_products(m, roots)
+        else:
+            direction = mode_products(m.flatten(0, 1), roots, group["matmul_precision"])
         if group["grafting"] != "none":
-            dims = tuple(range(1, m.ndim))
-            length = torch.linalg.vector_norm(direction, dim=dims, keepdim=True)
-            ratio = torch.linalg.vector_norm(graft, dim=dims, keepdim=True) / (length + _GRAFT_FLOOR)
-            # Without a factor it may be the state itself.
-            direction = direction * ratio if direction is m else direction.mul_(ratio)
+            length = torch.linalg.vector_norm(direction.flatten(1), dim=1)
+            length = length if scale is None else length * scale
+            wanted = torch.linalg.vector_norm(graft, dim=tuple(range(2, graft.ndim))).flatten()
+            ratio = wanted / (length + _GRAFT_FLOOR)
+            scale = ratio if scale is None else scale * ratio
         elif group["kl"]:
-            direction = direction * self._one_scale(block, group).view(-1, *[1] * (m.ndim - 1))
+            ratio = self._one_scale(block, group)
+            scale = ratio if scale is None else scale * ratio
+        if not roots:  # without a factor it may be the state itself
+            direction = direction.clone()
         if all(ready):
-            return direction
-        chosen = torch.tensor(ready, device=m.device).view(-1, *[1] * (m.ndim - 1))
-        return torch.where(chosen, direction, graft)
+            return direction, scale
+        chosen = torch.tensor(ready, device=m.device).view(-1, *[1] * (direction.ndim - 1))
+        direction = direction if scale is None else direction * scale.view(-1, *[1] * (direction.ndim - 1))
+        return torch.where(chosen, direction, graft.flatten(0, 1)), None
 
     def _one_scale(self, block: BlockState, group: Group) -> Tensor:
         """What makes of inverse roots that each hold the variance of an element the root of one such: ``(N * count,)``."""

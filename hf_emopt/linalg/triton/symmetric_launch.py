@@ -111,19 +111,22 @@ def symmetric_product(
     power = 0 if correction is None else power
     if config is None:
         capability = None if interpreting() else architecture(a.device)
-        config = configs.choose(capability, batch, m, k, c is not None, clusters=True)
+        if out.dtype == torch.float32:
+            config = configs.choose_wide(capability, batch, m, k, c is not None)
+        else:
+            config = configs.choose(capability, batch, m, k, c is not None, clusters=True)
         if config.clusters and not (variants.on_clusters() and power < 3 and _clusters_take(a, b, c, out, trans)):
             config = configs.choose(capability, batch, m, k, c is not None)
     elif config.clusters and not (power < 3 and _clusters_take(a, b, c, out, trans)):
         config = replace(config, clusters=False)
+    elif out.dtype == torch.float32:
+        config = configs.with_wide_registers(config)
     if config.clusters:
         cluster_launch.cluster_product(
             a, b, c, out, alpha=alpha, beta=beta, diagonal=diagonal, correction=correction, power=power,
             group=config.group, same=_same(a, b),
         )  # fmt: skip
         return out
-    if out.dtype == torch.float32 and config.block_m * config.block_n >= 128 * 128 and config.num_warps < 8:
-        config = replace(config, num_warps=8)  # the accumulator and its mirror image, both 32 bits wide
     others = (out,) if c is None else (c, out)
     form = _Form(trans, diagonal=0 if "diagonal" not in chosen else 2 if _same(a, b) else 1)
     # Sums start from C.

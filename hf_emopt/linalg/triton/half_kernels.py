@@ -1,0 +1,162 @@
+"""What goes into 16-bit products of Shampoo and SOAP, in as many passes as it has to be read.
+
+A matrix is divided by the power of two of its largest entry, which needs two: the first finds the entry, the second rounds. A
+step of a coupled iteration needs one, that writes both factors of its products.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["factors_kernel", "largest_kernel", "scaled_half_kernel", "times_kernel"]
+
+
+@triton.jit
+def _offsets(x_ptr, matrix, index, count, cols, stride_n, stride_c, stride_r, FLAT: tl.constexpr):
+    """Addresses of elements ``index`` of one of ``count`` blocks of a tensor, each ``(rows, cols)`` with rows contiguous."""
+    x_ptr += (matrix // count).to(tl.int64) * stride_n + (matrix % count).to(tl.int64) * stride_c
+    if FLAT:
+        return x_ptr + index
+    return x_ptr + (index // cols).to(tl.int64) * stride_r + index % cols
+
+
+@triton.jit
+def largest_kernel(
+    x_ptr,
+    peak_ptr,
+    size,
+    cols,
+    count,
+    programs,
+    stride_n,
+    stride_c,
+    stride_r,
+    FLAT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The largest absolute value of each matrix, into zeros. No order of the programs gives another."""
+    matrix = tl.program_id(0) // programs
+    first = (tl.program_id(0) % programs) * BLOCK
+    lanes = tl.arange(0, BLOCK)
+    largest = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(first, size, programs * BLOCK):
+        index = start + lanes
+        x = tl.load(
+            _offsets(x_ptr, matrix, index, count, cols, stride_n, stride_c, stride_r, FLAT),
+            mask=index < size,
+            other=0.0,
+        )
+        largest = tl.maximum(largest, tl.abs(x.to(tl.float32)))
+    # Numbers that are not negative are ordered as their bits are.
+    bits = tl.max(largest, axis=0).to(tl.int32, bitcast=True)
+    tl.atomic_max(peak_ptr + matrix, bits)
+
+
+@triton.jit
+def scaled_half_kernel(
+    x_ptr,
+    peak_ptr,
+    y_ptr,
+    scale_ptr,
+    size,
+    cols,
+    count,
+    programs,
+    stride_n,
+    stride_c,
+    stride_r,
+    LEAST: tl.constexpr,
+    LARGEST: tl.constexpr,
+    FLAT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """``x / s`` in the dtype of ``y``, and ``s``: the power of two at or below the largest entry; 1 where that is zero or not
+    finite."""
+    matrix = tl.program_id(0) // programs
+    program = tl.program_id(0) % programs
+    bits = tl.load(peak_ptr + matrix)
+    known = (bits > 0) & (bits < 0x7F800000)
+    power = (bits & 0x7F800000).to(tl.float32, bitcast=True)
+    scale = tl.where(known, tl.minimum(tl.maximum(power, LEAST), LARGEST), 1.0)
+    if program == 0:
+        tl.store(scale_ptr + matrix, scale)
+    inverse = 1.0 / scale
+    lanes = tl.arange(0, BLOCK)
+    y_ptr += matrix.to(tl.int64) * size
+    for start in range(program * BLOCK, size, programs * BLOCK):
+        index = start + lanes
+        inside = index < size
+        x = tl.load(
+            _offsets(x_ptr, matrix, index, count, cols, stride_n, stride_c, stride_r, FLAT), mask=inside, other=0.0
+        )
+        tl.store(y_ptr + index, (x.to(tl.float32) * inverse).to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def factors_kernel(
+    e_ptr,
+    active_ptr,
+    d_ptr,
+    m_ptr,
+    size,
+    cols,
+    programs,
+    lift,
+    slope,
+    LIFTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """``d = lift I + slope E``, zero where ``LIFTED`` and not active, and ``m = I + E``; summed in float32, rounded once."""
+    matrix = tl.program_id(0) // programs
+    program = tl.program_id(0) % programs
+    if LIFTED:
+        on = tl.load(active_ptr + matrix).to(tl.float32)
+        lift *= on
+        slope *= on
+    else:
+        lift = 0.0
+    e_ptr += matrix.to(tl.int64) * size
+    d_ptr += matrix.to(tl.int64) * size
+    m_ptr += matrix.to(tl.int64) * size
+    lanes = tl.arange(0, BLOCK)
+    for start in range(program * BLOCK, size, programs * BLOCK):
+        index = start + lanes
+        inside = index < size
+        e = tl.load(e_ptr + index, mask=inside, other=0.0)
+        diagonal = index % (cols + 1) == 0
+        d = slope * e + tl.where(diagonal, lift, 0.0)
+        m = e + tl.where(diagonal, 1.0, 0.0)
+        tl.store(d_ptr + index, d.to(d_ptr.dtype.element_ty), mask=inside)
+        tl.store(m_ptr + index, m.to(m_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def times_kernel(
+    x_ptr,
+    scale_ptr,
+    y_ptr,
+    size,
+    cols,
+    count,
+    programs,
+    stride_n,
+    stride_c,
+    stride_r,
+    FLAT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """``y = s x`` of each matrix, to where its block lies."""
+    matrix = tl.program_id(0) // programs
+    program = tl.program_id(0) % programs
+    scale = tl.load(scale_ptr + matrix)
+    x_ptr += matrix.to(tl.int64) * size
+    lanes = tl.arange(0, BLOCK)
+    for start in range(program * BLOCK, size, programs * BLOCK):
+        index = start + lanes
+        inside = index < size
+        x = tl.load(x_ptr + index, mask=inside, other=0.0)
+        tl.store(
+            _offsets(y_ptr, matrix, index, count, cols, stride_n, stride_c, stride_r, FLAT), scale * x, mask=inside
+        )
