@@ -257,7 +257,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
             if self._engine is not None and self._planned_for == self._identity():
                 plan = self._engine.plan
             else:  # of its own: to plan anew in the middle of a run takes all ranks
-                large = may_be_large(self.rule, self.param_groups, self.offload_state is not None)
+                large = may_be_large(self.param_groups, self.offload_state is not None)
                 plan = make_plan(self.planned_parameters(self._grids()), large=large)
         return "\n".join(
             part

@@ -116,9 +116,10 @@ def planned_copies(groups: Sequence[Group], grids: dict[str, Grid]) -> list[Plan
     return planned
 
 
-def may_be_large(rule: MatrixRule, groups: Sequence[Group], offloads: bool) -> bool:
-    """Whether a bucket takes little memory beside its parameters: no factors, and no state that is copied to be used."""
-    return not (rule.scheduled or offloads) and all(group["state_dtype"] == "float32" for group in groups)
+def may_be_large(groups: Sequence[Group], offloads: bool) -> bool:
+    """Whether no state of a bucket is copied to be used, which takes memory by the bucket's size."""
+    kinds = {group.get(key, "float32") for group in groups for key in ("state_dtype", "factor_storage")}
+    return not offloads and kinds == {"float32"}
 
 
 def _shard_cost(rule: MatrixRule, shape: tuple[int, int], group: Group, k: int) -> int:

@@ -353,6 +353,46 @@ def test_impossible_schedules_are_refused(cls, options: dict, message: str) -> N
         make(cls, **options)
 
 
+# ---------------------------------------------------------------------- precision
+
+
+@pytest.mark.parametrize("cls", RULES)
+@pytest.mark.parametrize("shape", [(24, 16), (16, 40), (48, 16), (16, 16)])
+def test_float16_products_step_as_exact_ones_do(cls, shape: tuple[int, int]) -> None:
+    """On gradients of any scale, cut into blocks or not: the same steps within the rounding of TF32."""
+    moved = {}
+    for precision in ("highest", "tf32_emulated", "fp16"):
+        generator = torch.Generator().manual_seed(0)
+        weight = nn.Parameter(torch.randn(shape, generator=generator))
+        before = weight.detach().clone()
+        solver = {} if cls is hf_emopt.SOAP else {"root_solver": "coupled_newton", "relative_epsilon": 1e-3}
+        optimizer = cls(
+            [weight], lr=0.01, precondition_frequency=3, max_preconditioner_dim=16, matmul_precision=precision, **solver
+        )  # fmt: skip
+        for _ in range(5):
+            weight.grad = 1e-7 * torch.randn(shape, generator=generator)
+            optimizer.step()
+        moved[precision] = weight.detach() - before
+    errors = {k: ((v - moved["highest"]).norm() / moved["highest"].norm()).item() for k, v in moved.items()}
+    assert errors["fp16"] > 0  # it is another computation
+    assert errors["fp16"] < max(2 * errors["tf32_emulated"], 2e-3)
+
+
+@pytest.mark.parametrize("cls", RULES)
+@pytest.mark.parametrize("storage", FACTOR_STORAGE)
+def test_a_step_that_is_skipped_leaves_factors_in_every_precision(cls, storage: str) -> None:
+    params, optimizer = make(cls, matmul_precision="fp16", factor_storage=storage)
+    run(params, optimizer, range(3))
+    state = {k: v.clone() for p in params for k, v in optimizer.state[p].items() if "factor" in k}
+    for p in params:
+        p.grad = torch.full_like(p, math.nan)
+    optimizer.step()
+    after = {k: v for p in params for k, v in optimizer.state[p].items() if "factor" in k}
+    assert state
+    if storage != "int8":  # noise of the rounding is drawn anew
+        assert_equal(list(state.values()), list(after.values()))
+
+
 # ---------------------------------------------------------------------- checkpoints
 
 

@@ -130,14 +130,15 @@ def test_buckets_may_be_large_in_one_process_alone(world: int, count: int) -> No
 
 
 def test_which_optimizers_have_large_buckets() -> None:
-    """Factors, copies of narrow state and the room of what is offloaded all grow with the bucket."""
+    """Copies of narrow state and the room of what is offloaded grow with the bucket."""
     model = torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False))
 
     def large(cls: type[MatrixOptimizer] = Muon, **options: Any) -> bool:
         optimizer = cls(model, **options)
-        return may_be_large(optimizer.rule, optimizer.param_groups, optimizer.offload_state is not None)
+        return may_be_large(optimizer.param_groups, optimizer.offload_state is not None)
 
     assert large()
     assert not large(state_dtype="bfloat16")
     assert not large(offload_state="cpu")
-    assert not large(SOAP)
+    assert large(SOAP)
+    assert not large(SOAP, factor_storage="packed")

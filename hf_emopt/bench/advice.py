@@ -87,9 +87,8 @@ def alternatives(name: str, settings: Settings, world_size: int, device: torch.d
         text = ", ".join(f"{k}={v}" for k, v in changed.items())
         found.append(Alternative(text, replace(settings, options={**settings.options, **changed}, profile=False)))
 
-    large = world_size == 1 and name in ("muon", "normuon")  # as the plan has them
     for factor in (0.5, 2.0):
-        numel = str(int(bucket_numel(large) * factor))
+        numel = str(int(bucket_numel(large=world_size == 1) * factor))
         environment = {**settings.environment, BUCKET_VARIABLE: numel}
         found.append(
             Alternative(f"{BUCKET_VARIABLE}={numel}", replace(settings, environment=environment, profile=False))

@@ -153,7 +153,7 @@ def place(
         )
     copies, own = _others(optimizer, layout, dims, names)
     forward = optimizer.overlap_param_gather and layout.name == "ddp"
-    large = may_be_large(optimizer.rule, optimizer.param_groups, optimizer.offload_state is not None)
+    large = may_be_large(optimizer.param_groups, optimizer.offload_state is not None)
     plan = make_plan(planned, max_bucket_numel, forward, large)
     return Placed(layout, plan, make_plan(copies, max_bucket_numel, forward), tuple(own))
 

@@ -334,7 +334,7 @@ def _by_iteration(
     deviation = _minus_identity(start)
     active = ~(largest_entry(deviation) <= floor)
     # The last step squares the error, which is not looked at again: the residual is.
-    if precision == "fp16" and start.dtype == torch.float32:
+    if precision == "fp16" and start.dtype == torch.float32 and p > 1:
         x, error = half_newton(deviation, steps, p, active, lowest ** (-1 / p))
     else:
         x, error = _full_newton(start, steps, p, active, precision)

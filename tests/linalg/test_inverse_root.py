@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from fractions import Fraction
 from typing import Any
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_emopt.linalg import inverse_root, with_ladder
 from hf_emopt.linalg.batches import spectral_bound
 from hf_emopt.linalg.inverse_root import _newton_schedule
+from hf_emopt.linalg.symmetric import symmul
 
 SOLVERS = ["eigh", "coupled_newton", "coupled_higher_order"]
 ITERATIONS = SOLVERS[1:]
@@ -201,7 +203,7 @@ def test_nonfinite_block_fails_alone(solver: str, poison: float) -> None:
 
 @pytest.mark.parametrize(
     ("precision", "relative_epsilon", "bound"),
-    [("bf16x3", 1e-5, 1.5e-2), ("tf32_emulated", 1e-3, 1.2e-2)],
+    [("bf16x3", 1e-5, 1.5e-2), ("tf32_emulated", 1e-3, 1.2e-2), ("fp16", 1e-3, 1.6e-2)],
 )
 def test_reduced_precision_with_its_epsilon(precision: str, relative_epsilon: float, bound: float) -> None:
     a = matrices(NAMES, torch.float32)
@@ -211,7 +213,62 @@ def test_reduced_precision_with_its_epsilon(precision: str, relative_epsilon: fl
     assert relative_error(result.value, reference).max() < bound
 
 
-@pytest.mark.parametrize("precision", ["highest", "bf16x3", "tf32_emulated"])
+@pytest.mark.parametrize("exponent", [0.25, 0.5, 1 / 3, 1 / 8])
+def test_float16_is_as_accurate_as_tf32(exponent: float) -> None:
+    """Within 2.5 times its error on every spectrum, though less is kept in float32 on the way."""
+    a = matrices(NAMES, torch.float32)
+    reference = by_eigh(a, exponent, relative_epsilon=1e-3)
+    errors = {}
+    for precision in ("tf32_emulated", "fp16"):
+        result = inverse_root(a, exponent, solver="coupled_newton", relative_epsilon=1e-3, precision=precision)
+        assert not result.fell_back.any()
+        assert torch.equal(result.value, result.value.mT)
+        errors[precision] = relative_error(result.value, reference)
+    assert (errors["fp16"] <= 2.5 * errors["tf32_emulated"] + 1e-6).all()
+
+
+def test_float16_takes_symmetric_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four a step, but for the first and the last: all of them with a symmetric result, none by general products."""
+    half_newton = importlib.import_module("hf_emopt.linalg.half_newton")
+    products: list[torch.dtype] = []
+
+    def counted(a: Tensor, b: Tensor, c: Tensor, **options: Any) -> Tensor:
+        result = symmul(a, b, c, **options)
+        products.append(result.dtype)
+        return result
+
+    monkeypatch.setattr(half_newton, "symmul", counted)
+    a = matrices(["condition_1e2", "condition_1e4"], torch.float32)
+    result = inverse_root(a, 0.25, solver="coupled_newton", relative_epsilon=1e-3, precision="fp16", fallback=False)
+    assert not result.failed.any()
+    assert (products.count(torch.float16), products.count(torch.float32)) == (7 * 2, 7 + 7)
+    # float64 is computed in float64.
+    exact = inverse_root(a.double(), 0.25, solver="coupled_newton", relative_epsilon=1e-3, precision="fp16")
+    assert relative_error(exact.value, by_eigh(a.double(), 0.25, relative_epsilon=1e-3)).max() < 1e-10
+
+
+def test_inverses_are_not_taken_by_symmetric_products() -> None:
+    """The first root is as large as the condition, and what is mirrored does not commute to that many digits."""
+    a = matrices(["condition_1e2", "condition_1e4", "duplicates"], torch.float32)
+    result = inverse_root(a, 1.0, solver="coupled_newton", relative_epsilon=1e-3, precision="fp16")
+    assert not result.fell_back.any()
+    assert relative_error(result.value, by_eigh(a, 1.0, relative_epsilon=1e-3)).max() < 3e-2
+
+
+def test_large_roots_stay_in_the_range_of_float16() -> None:
+    """A square root of 1e-10 is 1e5."""
+    a = matrices(["condition_1e2"], torch.float32)
+    start = importlib.import_module("hf_emopt.linalg.half_newton")
+    e = a - torch.eye(a.shape[-1])
+    steps = _newton_schedule(2, 0.5 * 1e-3, 2.0**-11)
+    active = torch.ones(1, dtype=torch.bool)
+    usual, _ = start.half_newton(e.clone(), steps, 2, active, 50.0)
+    large, _ = start.half_newton(e.clone(), steps, 2, active, 1e5)  # held at 2^-9 of its size
+    assert not torch.equal(usual, large)
+    assert relative_error(large, usual).max() < 2e-3
+
+
+@pytest.mark.parametrize("precision", ["highest", "bf16x3", "tf32_emulated", "fp16"])
 def test_what_has_converged_stays_exact_in_every_precision(precision: str) -> None:
     """Beside blocks that take all steps, a multiple of the identity is its root to float32's rounding."""
     a = matrices(["identity", "condition_1e2"], torch.float32) * torch.tensor([[[9.0]], [[1.0]]])

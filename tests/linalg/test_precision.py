@@ -11,7 +11,7 @@ import torch
 
 from hf_emopt.linalg import inverse_root, matmul_precision, refresh_eigenbasis
 from hf_emopt.linalg import precision as module
-from hf_emopt.linalg.precision import Precision, add_product, product, unit_roundoff
+from hf_emopt.linalg.precision import Precision, add_product, product, scaled_half, unit_roundoff
 
 PRECISIONS = get_args(Precision)
 needs_backend_flags = pytest.mark.skipif(
@@ -57,7 +57,7 @@ def test_error_is_within_the_unit_roundoff(precision: Precision) -> None:
     error = ((product(a, b, precision) - exact).abs() / scale).max().item()
     # Two factors are rounded; sums of 48 in float32 besides.
     assert error < 2 * unit_roundoff(a.dtype, precision) + 48 * 2.0**-24
-    if precision in ("tf32_emulated", "bf16x3"):
+    if precision in ("tf32_emulated", "bf16x3", "fp16"):
         assert error > 2.0**-22  # it is not float32 in disguise
     assert torch.equal(product(a.double(), b.double(), precision), exact)
     assert unit_roundoff(torch.float64, precision) == 2.0**-53
@@ -81,6 +81,37 @@ def test_a_small_product_adds_with_a_small_error(precision: Precision, beta: flo
 def test_a_factor_and_its_transpose_are_split_alike() -> None:
     x = torch.randn(2, 40, 24, generator=torch.Generator().manual_seed(0))
     assert torch.equal(product(x.mT, x, "bf16x3"), product(x.mT.clone(), x, "bf16x3"))
+
+
+def test_float16_factors_at_any_scale() -> None:
+    """Powers of two change nothing, also where float16 has no such numbers; what is lost is small beside the largest."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = torch.randn(3, 24, 40, generator=generator), torch.randn(3, 40, 16, generator=generator)
+    usual = product(a, b, "fp16")
+    powers = torch.tensor([2.0**-40, 1.0, 2.0**50]).view(3, 1, 1)
+    assert torch.equal(product(a * powers, b, "fp16"), usual * powers)
+    half, scale = scaled_half(a * powers)
+    assert half.dtype == torch.float16
+    largest = half.abs().amax((-2, -1))
+    assert ((largest >= 1) & (largest <= 2)).all()
+    assert ((half.float() * scale - a * powers).abs() <= 2.0**-11 * a.abs() * powers + 2.0**-24 * scale).all()
+    zero, one = scaled_half(torch.zeros(2, 3, 3))
+    assert not zero.any()
+    assert (one == 1).all()
+    broken, _ = scaled_half(torch.tensor([[[1.0, math.nan]], [[math.inf, 1.0]]]))
+    assert broken[0].isnan().tolist() == [[False, True]]
+    assert broken[1, 0, 0] == math.inf
+
+
+def test_blocks_are_rounded_where_they_lie() -> None:
+    """Of a tensor cut into blocks, each has a scale of its own."""
+    x = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(0))
+    x[:, :, 4:] *= 1e-6
+    blocks = x.view(2, 6, 2, 4).permute(0, 2, 1, 3)
+    half, scale = scaled_half(blocks)
+    each = [scaled_half(blocks[i, j]) for i in range(2) for j in range(2)]
+    assert torch.equal(half, torch.stack([h for h, _ in each]))
+    assert torch.equal(scale, torch.stack([s for _, s in each]))
 
 
 def test_tf32_emulation_keeps_ten_bits() -> None:

@@ -19,11 +19,12 @@ from triton_compiler import TENSOR_CORES, assembler_warnings, compiled, spilled_
 from hf_emopt.linalg.triton import (  # noqa: E402
     elementwise_kernels,
     estimated_kernels,
+    half_kernels,
     run_kernels,
     small_kernels,
     symmetric_kernels,
 )
-from hf_emopt.linalg.triton.configs import CANDIDATES, POINTERS, Config  # noqa: E402
+from hf_emopt.linalg.triton.configs import CANDIDATES, POINTERS, WIDE, WIDE_FEW, Config  # noqa: E402
 
 
 def symmetric_product(
@@ -106,9 +107,11 @@ def test_every_configuration(
     assert kernel.metadata.shared <= {80: 166912, 90: 232448, 100: 232448}[arch]
 
 
-@pytest.mark.parametrize("config", [Config(128, 128, 64, 8, 3), POINTERS], ids=str)
-def test_float32_results(config: Config, tmp_path: Path) -> None:
-    kernel = symmetric_product(config, 90, True, out="fp32")
+@pytest.mark.parametrize("corrected", [0, 3])
+@pytest.mark.parametrize("trans", [False, True])
+@pytest.mark.parametrize("config", [Config(128, 128, 64, 8, 3), WIDE, WIDE_FEW, POINTERS], ids=str)
+def test_float32_results(config: Config, trans: bool, corrected: int, tmp_path: Path) -> None:
+    kernel = symmetric_product(config, 90, True, out="fp32", trans=trans, corrected=corrected)
     assert "wgmma.mma_async" in kernel.asm["ptx"]
     assert spilled_bytes(kernel, tmp_path) == 0
 
@@ -161,11 +164,25 @@ def test_memory_bound_kernels(arch: int, tmp_path: Path) -> None:
     constants = {"CHUNK": 16384, "BLOCK": 4096, "PARTS": 64}
     estimated = {**pointers, "estimate_exponent_ptr": "*i32", "estimate_ptr": "*fp32", "correction_ptr": "*fp32"}
     whole = {"BLOCK": 8192, "PER_PROGRAM": 8, "SAMPLES": 1024}
+    halves = {"x_ptr": "*fp32", "peak_ptr": "*i32", "y_ptr": "*fp16", "scale_ptr": "*fp32"}
+    flat = {"FLAT": True, "BLOCK": 4096}
+    iterates = {
+        "e_ptr": "*fp32",
+        "active_ptr": "*i1",
+        "d_ptr": "*fp16",
+        "m_ptr": "*fp16",
+        "lift": "fp32",
+        "slope": "fp32",
+    }
     kernels = [
         compiled(estimated_kernels.estimated_cast_kernel, estimated, whole, arch, 8, 3),
         compiled(estimated_kernels.correct_kernel, estimated, {"BLOCK": 8192, "PARTS": 4096}, arch, 8, 3),
         compiled(elementwise_kernels.cast_kernel, pointers, constants, arch, 8, 3),
         compiled(elementwise_kernels.sum_of_squares_kernel, pointers, {"CHUNK": 16384, "BLOCK": 4096}, arch, 8, 3),
+        compiled(half_kernels.largest_kernel, halves, flat, arch, 8, 3),
+        compiled(half_kernels.scaled_half_kernel, halves, {**flat, "LEAST": 2.0**-54, "LARGEST": 2.0**62}, arch, 8, 3),
+        compiled(half_kernels.times_kernel, {**halves, "y_ptr": "*fp32"}, flat, arch, 8, 3),
+        compiled(half_kernels.factors_kernel, iterates, {"LIFTED": True, "BLOCK": 4096}, arch, 8, 3),
     ]
     for kernel in kernels:
         assert re.search(r"ld\.global[.\w:]*\.v4\.b32", kernel.asm["ptx"])

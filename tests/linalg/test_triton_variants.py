@@ -44,7 +44,7 @@ if INTERPRETING:
         torch.manual_seed(0)
 
     @pytest.mark.parametrize("config", CONFIGS, ids=str)
-    @pytest.mark.parametrize(("same", "power"), [(True, None), (False, 1), (True, 1), (True, 2)])
+    @pytest.mark.parametrize(("same", "power"), [(True, None), (False, 1), (True, 1), (True, 2), (True, 3)])
     def test_products_of_integers_are_exact(
         config: Config, same: bool, power: int | None, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -60,7 +60,11 @@ if INTERPRETING:
             factor, added = factor**2, added / factor**2
         expected = factor * (0.5 * (a.double() @ b.double().mT) + added)
         out = torch.full(expected.shape, float("nan"), dtype=torch.float16)
-        correction = None if power is None else t
+        if power == 3:
+            factor, added = torch.ones(2, 1, 1).double(), 3.0 * torch.eye(70).double() + 4 * c.double()
+            added += (t.double().view(2, 1, 1) ** 2 - 1) * 0.5 * (a.double() @ b.double().mT)
+            expected = 0.5 * (a.double() @ b.double().mT) + added
+        correction = None if power is None else t if power < 3 else torch.stack((t, torch.full((2,), 4.0)), 1)
         numbers = {"alpha": 0.5, "beta": 0.0 if c is None else 2.0, "diagonal": 3.0, "power": power or 1}
         symmetric_product(a, b, c, out, config=config, correction=correction, **numbers)  # type: ignore[arg-type]
         assert torch.equal(out.double(), expected)
@@ -69,6 +73,8 @@ if INTERPRETING:
         a = torch.zeros(32, 32).half()
         with pytest.raises(ValueError, match="leave out c"):
             symmetric_product(a, a, a, a, alpha=1.0, beta=1.0, correction=torch.ones(1), power=2)
+        with pytest.raises(ValueError, match="give c"):
+            symmetric_product(a, a, None, a, alpha=1.0, beta=1.0, correction=torch.ones(1, 2), power=3)
 
     def cast(x: Tensor, dtype: torch.dtype = torch.float16) -> tuple[Tensor, Tensor]:
         out, correction = torch.full(x.shape, float("nan"), dtype=dtype), torch.full(x.shape[:1], float("nan"))

@@ -1,0 +1,93 @@
+"""Passes that make 16-bit factors, in Triton's interpreter (in a process of its own): to the bit what torch's functions make."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from interpreted import INTERPRETING, run_in_interpreter
+
+if not INTERPRETING:
+
+    def test_half_passes_in_the_interpreter() -> None:
+        run_in_interpreter(__file__)
+
+
+if INTERPRETING:
+    from torch import Tensor
+
+    from hf_emopt.linalg import half_newton, precision
+    from hf_emopt.linalg.symmetric import accumulate_gram
+    from hf_emopt.linalg.triton import half_launch
+    from hf_emopt.rules import blocks
+    from hf_emopt.rules.blocks import BlockGrid
+
+    def inputs() -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        x = torch.randn(3, 70, 50)
+        x[1] = 0
+        x[2] *= 1e-20
+        wide = torch.randn(2, 64, 256)
+        wide[0] *= 1e5
+        return {
+            "matrices": x,
+            "a window": torch.randn(2, 96, 130)[:, 8:72, :128],
+            "blocks where they lie": wide.view(2, 64, 2, 128).permute(0, 2, 1, 3),
+            "bfloat16": x.bfloat16(),
+            "one row": torch.randn(4, 1, 33),
+        }
+
+    @pytest.mark.parametrize("name", list(inputs()))
+    def test_scaled_half(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        x = inputs()[name]
+        assert half_launch.takes(x)
+        half, scale = precision.scaled_half(x)
+        monkeypatch.setattr(precision, "kernels_pay", lambda device: False)
+        expected, powers = precision.scaled_half(x)
+        assert torch.equal(half, expected)
+        assert torch.equal(scale, powers)
+
+    @pytest.mark.parametrize("lift", [0.0, 0.3])
+    def test_factors(lift: float, monkeypatch: pytest.MonkeyPatch) -> None:
+        torch.manual_seed(0)
+        e, active = torch.randn(3, 40, 40), torch.tensor([True, False, True])
+        found = half_newton._factors(e, lift, -0.25, active)
+        monkeypatch.setattr(half_newton, "kernels_pay", lambda device: False)
+        for a, b in zip(found, half_newton._factors(e, lift, -0.25, active)):
+            assert torch.equal(a, b)
+        assert bool(found[0][1].any()) == (lift == 0.0)  # inactive blocks wait through scaled steps alone
+
+    @pytest.mark.parametrize("dims", [(48, 40), (48, 56), (80, 16), (80, 72)])
+    def test_blocks_on_their_way(dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+        """Scaled as they are written, also into windows and where both dimensions are cut."""
+        torch.manual_seed(0)
+        grid = BlockGrid.of(dims, (32, 32))
+        parts = grid.split(torch.randn(2, *dims))
+        scales = [torch.rand(part.shape[0] * part.shape[1]) for part in parts]
+        expected = grid.merge([p * s.view(*p.shape[:2], 1, 1) for p, s in zip(parts, scales)])
+        launches: list[object] = []
+
+        def counted(*arguments: Tensor) -> Tensor:
+            launches.append(arguments)
+            return half_launch_times(*arguments)
+
+        half_launch_times = half_launch.times
+        monkeypatch.setattr(blocks.half_launch, "times", counted)
+        assert torch.equal(
+            grid.merge([p.clone(memory_format=torch.contiguous_format) for p in parts], scales), expected
+        )
+        assert len(launches) == len(parts)
+
+    @pytest.mark.parametrize("trans", [False, True])
+    def test_factors_accumulate(trans: bool) -> None:
+        torch.manual_seed(0)
+        a = torch.randn(2, 48, 40).half()
+        a = a.mT.contiguous().mT if trans else a
+        c = torch.randn(2, 48, 48)
+        c = c + c.mT
+        scale, beta = torch.tensor([2.0**-20, 4.0]), torch.tensor([0.9, 1.0])
+        gram = a.double() @ a.double().mT
+        expected = beta.view(2, 1, 1) * c.double() + 0.1 * scale.double().view(2, 1, 1) ** 2 * gram
+        for backend in ("auto", "torch"):
+            value = accumulate_gram(c.clone(), a, scale, 0.1, beta, backend=backend)
+            assert torch.equal(value, value.mT)
+            torch.testing.assert_close(value.double(), expected, rtol=1e-5, atol=1e-6)
