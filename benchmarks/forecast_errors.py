@@ -147,6 +147,8 @@ def whole_steps(path: Path) -> Iterator[Point]:
         if optim not in OPTIMIZERS or "optimizer" not in row:
             continue
         cls, options = OPTIMIZERS[optim]
+        if path.stem in PRESENT_PLANS and "matmul_precision" in options:
+            options = {**options, "matmul_precision": "fp16"}
         made = forecast(cls(model, **options), layout, TWO, model, max_bucket_numel=numel)
         scheduled = optim in ("soap", "shampoo", "kl_shampoo")
         measured = row["optimizer_mean" if scheduled else "optimizer"]

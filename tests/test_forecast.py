@@ -134,10 +134,10 @@ def test_a_collective_inside_a_node_and_between_nodes() -> None:
 
 def test_passes_are_bytes_over_bandwidth() -> None:
     """FSDP2, two ranks, an element: momentum 14 (gradient, momentum twice, wire), step 10, look for numbers that are not
-    finite 4; of an owned one unpacked 4, norm and cast 6, packed 4."""
+    finite 4; of an owned one unpacked 4, norm and cast 4, packed 4."""
     made = forecast(hf_emopt.Muon(squares()), Layout("fsdp2", 2), M)
     local = P / 2
-    assert made.passes == pytest.approx(local * (14 + 10 + 4 + 4 + 6 + 4) / M.bandwidth)
+    assert made.passes == pytest.approx(local * (14 + 10 + 4 + 4 + 4 + 4) / M.bandwidth)
     without = forecast(hf_emopt.Muon(squares(), skip_nonfinite=False), Layout("fsdp2", 2), M)
     assert made.passes - without.passes == pytest.approx(local * 4 / M.bandwidth)
 

@@ -20,7 +20,7 @@ __all__ = ["OPTIMIZERS", "Several", "adamw", "by_mesh", "split"]
 
 LR, DECAY = 1e-3, 0.1
 # Frequency and blocks of the published comparisons.
-KRONECKER: dict[str, Any] = {"precondition_frequency": 10, "max_preconditioner_dim": 2048, "matmul_precision": "tf32"}
+KRONECKER: dict[str, Any] = {"precondition_frequency": 10, "max_preconditioner_dim": 2048, "matmul_precision": "fp16"}
 
 
 class Several(torch.optim.Optimizer):

@@ -246,7 +246,8 @@ def _elementwise(
         weight = optimizer.param_groups[g]["params"][i].dtype.itemsize
         local = spread(storage, held(storage), world)
         moved = moved + (3 * weight + 16 + weight * optimizer.skip_nonfinite) * local
-    return moved / machine.bandwidth
+    alone = world == 1 and isinstance(optimizer.rule, MuonRule) and has_kernels(machine.gpu)
+    return moved / (machine.bandwidth * (EFFICIENCY.memory_alone / EFFICIENCY.memory if alone else 1.0))
 
 
 def _weight_bytes(optimizer: MatrixOptimizer, b: BucketAmounts) -> int:

@@ -20,6 +20,8 @@ __all__ = ["UNFUSED", "Passes", "Work", "passes", "refresh_seconds", "transform_
 # side is from a whole step (step_fsdp2_1.1b_2xh200_1946bf8.json), since its roots take fewer products than they did there.
 _REFRESH_SIDE = {"soap": 1.83e-3, "shampoo": 1.96e-3, "kl_shampoo": 5.07e-3}
 _REFRESH_CALL = {"soap": 11.5e-3, "shampoo": 0.97e-3, "kl_shampoo": 0.97e-3}
+# Of Shampoo's roots on symmetric products in float16: a side from what the kernels of such a step took; a call's is guessed.
+_HALF_SIDE, _HALF_CALL = 0.7e-3, 0.3e-3
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,8 @@ def passes(
     rule_owned, first = _rule_bytes(rule, group, gpu)
     momentum = weight + 8 if rule.momentum_form(group) is not None else weight
     room = wire if sharded and travels and first == 2 else 4
-    owned = 2 * room + 2 + rule_owned if isinstance(rule, MuonRule) else rule_owned  # norm, cast
+    # The norm is taken as the matrix is cast, where kernels run.
+    owned = (1 if has_kernels(gpu) else 2) * room + 2 + rule_owned if isinstance(rule, MuonRule) else rule_owned
     update = wire if travels else 2
     apply = 2 * weight + update if weight >= 4 else APPLY_16_BITS
     if sharded:
@@ -99,7 +102,8 @@ def _rule_bytes(rule: MatrixRule, group: Group, gpu: Gpu) -> tuple[float, int]:
     if isinstance(rule, MuonRule):
         return 0.0, 2 if rule.defers_scale(group) and has_kernels(gpu) else 4
     # Fitted to the steps between refreshes of a synchronous schedule, whose products are known: SOAP 197, Shampoo 201.
-    return 200.0, 4
+    # Shampoo in float16 reads blocks where they lie: what its kernels took on one H200 (shampoo_single_1.1b_h200_fp16.json).
+    return 114.0 if rule.name == "shampoo" and _in_half(gpu, group) else 200.0, 4
 
 
 def transform_work(gpu: Gpu, rule: MatrixRule, group: Group, kind: Kind, count: int, group_key: Any = None) -> Work:
@@ -147,8 +151,15 @@ def _kronecker_seconds(gpu: Gpu, rule: KroneckerRule, group: Group, m: int, n: i
     return rule.block_flops(m, n, group, products=products, refresh_products=0) / _rate(gpu, group)
 
 
+def _in_half(gpu: Gpu, group: Group) -> bool:
+    """Whether symmetric products of 16 bits are this package's."""
+    return bool(group["matmul_precision"] == "fp16") and has_kernels(gpu)
+
+
 def _rate(gpu: Gpu, group: Group) -> float:
-    """Operations a second of float32 products in the group's precision."""
+    """Operations a second of products in the group's precision, symmetric ones counted in full."""
+    if group["matmul_precision"] == "fp16":
+        return gpu.bf16 * 1e12 * (EFFICIENCY.fp16 if has_kernels(gpu) else EFFICIENCY.tf32)
     return (gpu.fp32 if group["matmul_precision"] == "highest" else gpu.tf32) * 1e12 * EFFICIENCY.tf32
 
 
@@ -158,5 +169,7 @@ def refresh_seconds(gpu: Gpu, rule: MatrixRule, group: Group, sides: Array, call
     Args:
         sides, calls: see :class:`~hf_emopt.forecast.refreshes.Refreshes`.
     """
+    if rule.name == "shampoo" and _in_half(gpu, group):
+        return GPUS["h200"].bf16 / gpu.bf16 * _HALF_SIDE * sides + _HALF_CALL * calls
     slower = GPUS["h200"].tf32 / (gpu.fp32 if group["matmul_precision"] == "highest" else gpu.tf32)
     return slower * _REFRESH_SIDE[rule.name] * sides + _REFRESH_CALL[rule.name] * calls

@@ -1,4 +1,4 @@
-"""Passes that make 16-bit factors, in Triton's interpreter (in a process of its own): to the bit what torch's functions make."""
+"""Passes that make 16-bit factors, in Triton's interpreter (in a process of its own): to the bit what torch makes."""
 
 from __future__ import annotations
 

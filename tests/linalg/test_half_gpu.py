@@ -1,0 +1,64 @@
+"""16-bit factors of Shampoo and SOAP on a GPU: the numbers of torch's functions, and roots within their accuracy."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_emopt.linalg import inverse_root, precision
+from hf_emopt.linalg.precision import scaled_half
+from hf_emopt.linalg.symmetric import accumulate_gram
+from hf_emopt.linalg.triton import runtime
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or not runtime.supported(torch.device("cuda")),
+    reason="needs an NVIDIA GPU of capability 8.0 or higher, and Triton",
+)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def test_scaled_half_is_what_torch_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(3, 640, 4096 + 512, device="cuda") * torch.tensor([1e-20, 1.0, 1e10], device="cuda").view(3, 1, 1)
+    blocks = x[:, :, :4096].view(3, 640, 2, 2048).permute(0, 2, 1, 3)
+    found = [scaled_half(y) for y in (x, x.mT, blocks, x[:, 5:300])]
+    monkeypatch.setattr(precision, "kernels_pay", lambda device: False)
+    for y, (half, scale) in zip((x, x.mT, blocks, x[:, 5:300]), found):
+        expected, powers = scaled_half(y)
+        assert torch.equal(half, expected)
+        assert torch.equal(scale, powers)
+
+
+@pytest.mark.parametrize("shape", [(3, 640, 1000), (40, 96, 64), (2, 2048, 512), (1, 515, 77)])
+@pytest.mark.parametrize("trans", [False, True])
+def test_factors_accumulate(shape: tuple[int, int, int], trans: bool) -> None:
+    a = torch.randint(-2, 3, shape, device="cuda").half()
+    a = a.mT if trans else a
+    c = torch.randint(-2, 3, (shape[0], a.shape[1], a.shape[1]), device="cuda").float()
+    c = c + c.mT
+    scale = 2.0 ** torch.randint(-3, 4, shape[:1], device="cuda").float()
+    beta = torch.full_like(scale, 0.5)
+    expected = 0.5 * c.double() + 0.25 * scale.double().view(-1, 1, 1) ** 2 * (a.double() @ a.double().mT)
+    for _ in range(2):  # compiled, then launched from what was kept
+        assert torch.equal(accumulate_gram(c.clone(), a, scale, 0.25, beta).double(), expected)
+
+
+@pytest.mark.parametrize("d", [200, 512, 2048])
+@pytest.mark.parametrize("exponent", [0.25, 0.5])
+def test_roots_are_as_good_as_those_in_tf32(d: int, exponent: float) -> None:
+    spectrum = torch.logspace(0, -6, d, device="cuda", dtype=torch.float64)
+    q = torch.linalg.qr(torch.randn(3, d, d, device="cuda", dtype=torch.float64)).Q
+    a = ((q * spectrum) @ q.mT * torch.tensor([1e-12, 1.0, 1e9], device="cuda").view(3, 1, 1)).float()
+    a = 0.5 * (a + a.mT)
+    exact = inverse_root(a.double(), exponent, relative_epsilon=1e-3).value
+    errors = {}
+    for name in ("tf32", "fp16"):
+        result = inverse_root(
+            a, exponent, solver="coupled_newton", relative_epsilon=1e-3, precision=name, fallback=False
+        )
+        assert not result.failed.any()
+        errors[name] = ((result.value - exact).flatten(1).norm(dim=1) / exact.flatten(1).norm(dim=1)).max().item()
+    assert errors["fp16"] <= 2.5 * errors["tf32"]
