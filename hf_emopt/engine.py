@@ -39,7 +39,7 @@ from hf_emopt.hosted import Fetched, InPlace
 from hf_emopt.kept_states import KeptStates
 from hf_emopt.offload import StateOffload
 from hf_emopt.passes import Part
-from hf_emopt.planned import may_be_large
+from hf_emopt.planned import large_buckets
 from hf_emopt.rules.base import Group, MatrixRule, state_dtype
 from hf_emopt.rules.moments import is_scale
 from hf_emopt.state import is_shaped
@@ -87,7 +87,7 @@ class Engine:
         # As planned: wrappers put other parameters into groups, and state is found under those it was made for.
         self.params = [list(group["params"]) for group in groups]
         self.transport_dtype = transport_dtype
-        large = may_be_large(groups, offloads)
+        large = large_buckets(rule, groups, offloads, self.world_size)
         self.plan: Plan = make_plan(matrices, forward_order=forward_order, large=large)
         self.aux_plan: Plan = make_plan(others, forward_order=forward_order)
         self.transform_count = 0

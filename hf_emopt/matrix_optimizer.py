@@ -36,7 +36,7 @@ from hf_emopt.flattened import Flattened
 from hf_emopt.groups import GroupBuilder, ParamsArgument, check_lora_options, describe_torch_group
 from hf_emopt.pairs import step_pair_bucket
 from hf_emopt.passes import finite
-from hf_emopt.planned import may_be_large, planned_copies, planned_matrices
+from hf_emopt.planned import large_buckets, planned_copies, planned_matrices
 from hf_emopt.refreshing import refresh, warn_of_strangers
 from hf_emopt.routing.adapters import LoraMode
 from hf_emopt.routing.route import ParameterRoute, RouteTable, coverage_warning
@@ -257,13 +257,18 @@ class MatrixOptimizer(torch.optim.Optimizer):
             if self._engine is not None and self._planned_for == self._identity():
                 plan = self._engine.plan
             else:  # of its own: to plan anew in the middle of a run takes all ranks
-                large = may_be_large(self.param_groups, self.offload_state is not None)
-                plan = make_plan(self.planned_parameters(self._grids()), large=large)
+                plan = self._plan_anew()
         return "\n".join(
             part
             for part in (str(self.routes), rule_line, "groups:", groups, memory, str(plan), describe(self._choices))
             if part
         )
+
+    def _plan_anew(self) -> Plan:
+        grids = self._grids()
+        world = max((grid.world_size for grid in grids.values()), default=1)
+        large = large_buckets(self.rule, self.param_groups, self.offload_state is not None, world)
+        return make_plan(self.planned_parameters(grids), large=large)
 
     def _as_built(self) -> AbstractContextManager[None]:
         """Inside, groups have all parameters, also where a wrapper has put flat tensors in their place."""

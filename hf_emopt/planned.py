@@ -24,7 +24,7 @@ from hf_emopt.groups import adapter_at, unpack_units
 from hf_emopt.routing.unit import Unit
 from hf_emopt.rules.base import Group, MatrixRule
 
-__all__ = ["may_be_large", "planned_copies", "planned_matrices"]
+__all__ = ["large_buckets", "planned_copies", "planned_matrices"]
 
 
 def planned_matrices(
@@ -116,10 +116,15 @@ def planned_copies(groups: Sequence[Group], grids: dict[str, Grid]) -> list[Plan
     return planned
 
 
-def may_be_large(groups: Sequence[Group], offloads: bool) -> bool:
-    """Whether no state of a bucket is copied to be used, which takes memory by the bucket's size."""
+def large_buckets(rule: MatrixRule, groups: Sequence[Group], offloads: bool, world_size: int) -> bool:
+    """Whether buckets have twice the elements.
+
+    The matrices of a batch fill a GPU better the more they are, and the host is done sooner. In one process nothing has to
+    travel beside the mathematics; and a bucket of a rule with factors takes the host longer than its exchange takes. Not
+    where state is copied to be used, which takes memory by the bucket's size.
+    """
     kinds = {group.get(key, "float32") for group in groups for key in ("state_dtype", "factor_storage")}
-    return not offloads and kinds == {"float32"}
+    return (world_size == 1 or rule.scheduled) and not offloads and kinds == {"float32"}
 
 
 def _shard_cost(rule: MatrixRule, shape: tuple[int, int], group: Group, k: int) -> int:

@@ -13,7 +13,7 @@ from hf_emopt.distributed.assignment import assign_owners, make_plan
 from hf_emopt.distributed.layout import Storage
 from hf_emopt.distributed.plan import PlannedParameter
 from hf_emopt.matrix_optimizer import MatrixOptimizer
-from hf_emopt.planned import may_be_large
+from hf_emopt.planned import large_buckets
 from hf_emopt.routing.unit import Unit
 
 
@@ -118,27 +118,28 @@ def test_matrices_of_one_shape_lie_together() -> None:
     assert [[p.storage.shape for p in b.parameters] for b in plan.buckets] == [[(8, 24)] * 3, [(24, 8)] * 3]
 
 
-@pytest.mark.parametrize(("world", "count"), [(1, 2), (2, 4)])
-def test_buckets_may_be_large_in_one_process_alone(world: int, count: int) -> None:
+@pytest.mark.parametrize("world", [1, 2])
+def test_large_buckets_have_twice_the_elements(world: int) -> None:
     side = 4096
     members = [
         PlannedParameter(f"{i}", 0, i, (Unit.whole((side, side)),), (1,), "f32", Storage.sharded((side, side), world))
         for i in range(16 * world)
     ]
-    assert len(make_plan(members).buckets) == 4
-    assert len(make_plan(members, large=True).buckets) == count
+    assert [len(make_plan(members, large=large).buckets) for large in (False, True)] == [4, 2]
 
 
 def test_which_optimizers_have_large_buckets() -> None:
     """Copies of narrow state and the room of what is offloaded grow with the bucket."""
     model = torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False))
 
-    def large(cls: type[MatrixOptimizer] = Muon, **options: Any) -> bool:
+    def large(cls: type[MatrixOptimizer] = Muon, world: int = 1, **options: Any) -> bool:
         optimizer = cls(model, **options)
-        return may_be_large(optimizer.param_groups, optimizer.offload_state is not None)
+        return large_buckets(optimizer.rule, optimizer.param_groups, optimizer.offload_state is not None, world)
 
     assert large()
+    assert not large(world=2)
+    assert large(SOAP)
+    assert large(SOAP, world=2)
     assert not large(state_dtype="bfloat16")
     assert not large(offload_state="cpu")
-    assert large(SOAP)
     assert not large(SOAP, factor_storage="packed")

@@ -88,7 +88,7 @@ def alternatives(name: str, settings: Settings, world_size: int, device: torch.d
         found.append(Alternative(text, replace(settings, options={**settings.options, **changed}, profile=False)))
 
     for factor in (0.5, 2.0):
-        numel = str(int(bucket_numel(large=world_size == 1) * factor))
+        numel = str(int(bucket_numel(world_size == 1 or name in ("soap", "shampoo", "kl_shampoo")) * factor))
         environment = {**settings.environment, BUCKET_VARIABLE: numel}
         found.append(
             Alternative(f"{BUCKET_VARIABLE}={numel}", replace(settings, environment=environment, profile=False))

@@ -71,8 +71,7 @@ def make_plan(
             ``None`` for :func:`bucket_numel`.
         forward_order: buckets follow the order of ``parameters`` (the model's) instead of falling cost, so that what the
             next forward needs first is ready first.
-        large: buckets may have twice as many elements where one rank has all parameters. Nothing has to travel beside the
-            mathematics there, and the matrices of a batch fill a GPU better the more they are.
+        large: see :func:`bucket_numel`.
     """
     ordered = sorted(parameters, key=_place)
     ranks = sorted({rank for p in parameters for row in p.storage.ranks for rank in row})
@@ -86,7 +85,7 @@ def make_plan(
         key = (parameter.group, parameter.tag, storage.ranks, storage.shards, paired, parameter.is_local, keeps, mode)
         alike.setdefault(key, []).append(parameter)
     buckets = []
-    limit = bucket_numel(large and len(ranks) <= 1) if max_bucket_numel is None else max_bucket_numel
+    limit = bucket_numel(large) if max_bucket_numel is None else max_bucket_numel
     for (*_, local, keeps, _), members in alike.items():
         for chunk in _chunks(members, limit):
             segments = tuple(replace(s, parameter=i) for i, p in enumerate(chunk) for s in owned[p.name])

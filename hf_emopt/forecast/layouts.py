@@ -21,7 +21,7 @@ from hf_emopt.distributed.layout import Box, Storage, chunk_boxes
 from hf_emopt.distributed.plan import Plan, PlannedParameter
 from hf_emopt.distributed.tensor_parallel import TensorCut
 from hf_emopt.matrix_optimizer import MatrixOptimizer
-from hf_emopt.planned import may_be_large
+from hf_emopt.planned import large_buckets
 
 __all__ = ["LAYOUTS", "Layout", "Placed", "place"]
 
@@ -153,7 +153,8 @@ def place(
         )
     copies, own = _others(optimizer, layout, dims, names)
     forward = optimizer.overlap_param_gather and layout.name == "ddp"
-    large = may_be_large(optimizer.param_groups, optimizer.offload_state is not None)
+    offloads = optimizer.offload_state is not None
+    large = large_buckets(optimizer.rule, optimizer.param_groups, offloads, layout.world_size)
     plan = make_plan(planned, max_bucket_numel, forward, large)
     return Placed(layout, plan, make_plan(copies, max_bucket_numel, forward), tuple(own))
 

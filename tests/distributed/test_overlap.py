@@ -70,7 +70,7 @@ def many_buckets() -> dict[str, Any]:
     import hf_emopt.distributed.assignment as plan
 
     limit, plan.MAX_BUCKET_NUMEL = plan.MAX_BUCKET_NUMEL, 200
-    defaults, plan.make_plan.__defaults__ = plan.make_plan.__defaults__, (200, False)
+    defaults, plan.make_plan.__defaults__ = plan.make_plan.__defaults__, (200, False, False)
     try:
         return run(overlap=True)
     finally:
