@@ -218,7 +218,7 @@ def not_finite(
 @pytest.mark.parametrize("rule", ["muon", "normuon", "soap", "shampoo", "klshampoo"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_one_bad_number_on_one_rank_skips_the_step_on_all(two: World, rule: str, layout: str) -> None:
-    """KL-Shampoo in float64: it whitens ``7 x 40`` by the root of a factor of rank 35, and float32's rounding grows to 4e-5."""
+    """KL-Shampoo in float64: it whitens ``7 x 40`` by the root of a factor of rank 35, which makes rounding 4e-5."""
     steps, dtype = steps_of(rule) + 1, torch.float64 if rule == "klshampoo" else torch.float32
     spoiled = [
         ("blocks.square.b.weight", math.nan, 0),
