@@ -50,12 +50,12 @@ PREDICTED = "predicted"
 OLDER = "older code"
 PRESENT_KERNELS = (
     "step_single_1.1b_h200_5d3ec2d", "step_single_1.1b_h200_5d3ec2d_profile", "kernels_h200_c564af5",
-    "kernels_h200_5c660cb", "step_single_1.1b_h200_shapes",
+    "kernels_h200_5c660cb", "step_single_1.1b_h200_226d713_shampoo", "step_single_1.1b_h200_3b683fd",
 )  # fmt: skip
 """Measured with the kernels as they are. All others are predicted from ``kernel_table_h200_c800a30``, the table of theirs."""
-PRESENT_PLANS = ("step_single_1.1b_h200_shapes",)
-"""Measured since matrices of one shape lie together in a plan, and one process has buckets of twice the size. Before, a plan
-followed names among matrices of one cost."""
+PRESENT_PLANS = ("step_single_1.1b_h200_226d713_shampoo", "step_single_1.1b_h200_3b683fd")
+"""Measured since matrices of one shape lie together in a plan, one process has buckets of twice the size, and the benchmark's
+products of factors are in float16. Before, a plan followed names among matrices of one cost, and products were in TF32."""
 FITTED_FILES = (
     "step_ddp_1.1b_2xh200", "refresh_2048_h200", "step_fsdp2_1.1b_2xh200_1946bf8", "step_ddp_1.1b_2xh200_1946bf8"
 )  # fmt: skip
