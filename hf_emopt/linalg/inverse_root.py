@@ -26,7 +26,7 @@ from hf_emopt.linalg.batches import (
     relative_norm,
     spectral_bound,
 )
-from hf_emopt.linalg.half_newton import half_newton
+from hf_emopt.linalg.half_newton import SINGLE_EPSILON, SPLIT_ROUNDOFF, half_newton
 from hf_emopt.linalg.precision import (
     Precision,
     add_product,
@@ -91,8 +91,8 @@ def inverse_root(
             also shifts the spectrum by ``-lambda_min`` first where ``lambda_min`` is negative, so that the least
             eigenvalue becomes ``e``, as facebookresearch/optimizers does (``PerturbationConfig``). The iterations cannot:
             where ``e`` does not lift the least eigenvalue above rounding they do not converge and fall back. In
-            float32 that happens to every singular matrix unless ``relative_epsilon`` is at least 1e-6 (highest),
-            1e-5 (bf16x3) or 1e-3 (tf32, fp16); it also sets the number of steps.
+            float32 that happens to every singular matrix unless ``relative_epsilon`` is at least 1e-6 (highest, and fp16,
+            which splits its factors below 1e-3), 1e-5 (bf16x3) or 1e-3 (tf32); it also sets the number of steps.
         solver: ``eigh``; ``coupled_newton``, the coupled inverse Newton iteration (Guo and Higham 2006; Higham, Functions
             of Matrices, 7.18) with steps scaled to the spectrum's bounds; or ``coupled_higher_order``, its third-order
             form (Lakic 1998), unscaled.
@@ -325,7 +325,10 @@ def _by_iteration(
     p, precision = settings.root, settings.precision
     start = a * z
     start.diagonal(dim1=-2, dim2=-1).add_((ridge * z).squeeze(-1))
-    unit = unit_roundoff(a.dtype, precision)
+    half = precision == "fp16" and a.dtype == torch.float32
+    # An inverse is as large as the condition, and not half as many digits of it are right.
+    split = half and (settings.relative_epsilon < SINGLE_EPSILON or p == 1)
+    unit = SPLIT_ROUNDOFF if split else unit_roundoff(a.dtype, precision)
     floor = max(settings.tolerance or 0.0, 16 * unit)
     # What the ridge and the rounding of the input leave as the smallest eigenvalue of M_0; half of it, to be safe.
     lowest = 0.5 * min(1.0, max(settings.relative_epsilon, unit_roundoff(a.dtype, "highest")))
@@ -334,8 +337,8 @@ def _by_iteration(
     deviation = _minus_identity(start)
     active = ~(largest_entry(deviation) <= floor)
     # The last step squares the error, which is not looked at again: the residual is.
-    if precision == "fp16" and start.dtype == torch.float32 and p > 1:
-        x, error = half_newton(deviation, steps, p, active, lowest ** (-1 / p))
+    if half:
+        x, error = half_newton(deviation, steps, p, active, lowest ** (-1 / p), split)
     else:
         x, error = _full_newton(start, steps, p, active, precision)
     probes = random_probes(a)

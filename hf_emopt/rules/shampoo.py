@@ -32,7 +32,7 @@ GRAFTING: tuple[str, ...] = ("adam", "rmsprop", "adagrad", "sgd", "none")
 
 _GRAFT_FLOOR = 1e-16
 # An iteration of products cannot tell a smaller eigenvalue from rounding, and would not converge on it.
-_RELATIVE_EPSILON = {"highest": 1e-6, "bf16x3": 1e-5, "tf32": 1e-3, "tf32_emulated": 1e-3, "fp16": 1e-3}
+_RELATIVE_EPSILON = {"highest": 1e-6, "bf16x3": 1e-5, "tf32": 1e-3, "tf32_emulated": 1e-3, "fp16": 1e-5}
 
 
 class ShampooRule(KroneckerRule):

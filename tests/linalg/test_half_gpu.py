@@ -62,3 +62,19 @@ def test_roots_are_as_good_as_those_in_tf32(d: int, exponent: float) -> None:
         assert not result.failed.any()
         errors[name] = ((result.value - exact).flatten(1).norm(dim=1) / exact.flatten(1).norm(dim=1)).max().item()
     assert errors["fp16"] <= 2.5 * errors["tf32"]
+
+
+@pytest.mark.parametrize("relative_epsilon", [1e-6, 1e-5])
+def test_split_factors_are_nearly_float32(relative_epsilon: float) -> None:
+    spectrum = torch.logspace(0, -8, 1024, device="cuda", dtype=torch.float64)
+    q = torch.linalg.qr(torch.randn(2, 1024, 1024, device="cuda", dtype=torch.float64)).Q
+    a = ((q * spectrum) @ q.mT).float()
+    a = 0.5 * (a + a.mT)
+    exact = inverse_root(a.double(), 0.25, relative_epsilon=relative_epsilon).value
+    errors = {}
+    for name in ("highest", "fp16"):
+        options = {"relative_epsilon": relative_epsilon, "precision": name, "fallback": False}
+        result = inverse_root(a, 0.25, solver="coupled_newton", **options)
+        assert not result.failed.any()
+        errors[name] = ((result.value - exact).flatten(1).norm(dim=1) / exact.flatten(1).norm(dim=1)).max().item()
+    assert errors["fp16"] <= 10 * errors["highest"] + 2.0**-17

@@ -203,7 +203,7 @@ def test_nonfinite_block_fails_alone(solver: str, poison: float) -> None:
 
 @pytest.mark.parametrize(
     ("precision", "relative_epsilon", "bound"),
-    [("bf16x3", 1e-5, 1.5e-2), ("tf32_emulated", 1e-3, 1.2e-2), ("fp16", 1e-3, 1.6e-2)],
+    [("bf16x3", 1e-5, 1.5e-2), ("tf32_emulated", 1e-3, 1.2e-2), ("fp16", 1e-3, 1.6e-2), ("fp16", 1e-5, 2e-3)],
 )
 def test_reduced_precision_with_its_epsilon(precision: str, relative_epsilon: float, bound: float) -> None:
     a = matrices(NAMES, torch.float32)
@@ -247,12 +247,29 @@ def test_float16_takes_symmetric_products(monkeypatch: pytest.MonkeyPatch) -> No
     assert relative_error(exact.value, by_eigh(a.double(), 0.25, relative_epsilon=1e-3)).max() < 1e-10
 
 
-def test_inverses_are_not_taken_by_symmetric_products() -> None:
-    """The first root is as large as the condition, and what is mirrored does not commute to that many digits."""
+@pytest.mark.parametrize("exponent", [0.5, 1 / 3, 0.25])
+@pytest.mark.parametrize("relative_epsilon", [1e-6, 1e-5, 1e-4])
+def test_split_float16_is_nearly_float32(exponent: float, relative_epsilon: float) -> None:
+    """Below 1e-3: within ten times the error of float32, and of 2^-17, which the last steps leave without split factors."""
+    a = matrices(NAMES, torch.float32)
+    reference = by_eigh(a, exponent, relative_epsilon=relative_epsilon)
+    errors = {}
+    for precision in ("highest", "bf16x3", "fp16"):
+        options = {"relative_epsilon": relative_epsilon, "precision": precision, "fallback": precision == "bf16x3"}
+        result = inverse_root(a, exponent, solver="coupled_newton", **options)
+        assert not result.failed.any()
+        errors[precision] = relative_error(result.value, reference)
+    assert (errors["fp16"] <= 10 * errors["highest"] + 2.0**-17).all()
+    if exponent == 0.25 and relative_epsilon == 1e-5:
+        assert errors["fp16"].max() < 0.3 * errors["bf16x3"].max()
+
+
+def test_inverses_take_split_factors() -> None:
+    """As large as the condition, with a relative epsilon that other roots need no split for."""
     a = matrices(["condition_1e2", "condition_1e4", "duplicates"], torch.float32)
     result = inverse_root(a, 1.0, solver="coupled_newton", relative_epsilon=1e-3, precision="fp16")
     assert not result.fell_back.any()
-    assert relative_error(result.value, by_eigh(a, 1.0, relative_epsilon=1e-3)).max() < 3e-2
+    assert relative_error(result.value, by_eigh(a, 1.0, relative_epsilon=1e-3)).max() < 1e-3
 
 
 def test_large_roots_stay_in_the_range_of_float16() -> None:
