@@ -54,8 +54,9 @@ PRESENT_KERNELS = (
 )  # fmt: skip
 """Measured with the kernels as they are. All others are predicted from ``kernel_table_h200_c800a30``, the table of theirs."""
 PRESENT_PLANS = ("step_single_1.1b_h200_226d713_shampoo", "step_single_1.1b_h200_3b683fd")
-"""Measured since matrices of one shape lie together in a plan and one process has buckets of twice the size, products of factors
-in float16 with a relative epsilon of 1e-3. Before, a plan followed names among matrices of one cost, and products were in TF32."""
+"""Measured since matrices of one shape lie together in a plan and one process has buckets of twice the size; products of
+factors in float16, and a relative epsilon of 1e-3. Before, a plan followed names among matrices of one cost, and those
+products were in TF32."""
 FITTED_FILES = (
     "step_ddp_1.1b_2xh200", "refresh_2048_h200", "step_fsdp2_1.1b_2xh200_1946bf8", "step_ddp_1.1b_2xh200_1946bf8"
 )  # fmt: skip

@@ -7,7 +7,7 @@ Errors and times of what is made of them are in docs/roots-and-bases.md.
 | ``highest`` | float32 units | 2^-24 |
 | ``bf16x3`` | each factor split in two bfloat16 parts, three products | about 2^-16 |
 | ``tf32`` | factors cut to TF32 (10 bits) | 2^-10 |
-| ``fp16`` | matrices of the factors divided by a power of two and rounded to float16, float32 sums | 2^-11 |
+| ``fp16`` | matrices divided by a power of two and rounded to float16, float32 sums | 2^-11 |
 | ``tf32_emulated`` | ``tf32`` on any device, for tests and error tables | 2^-10 |
 
 float64 products are always exact float64. The split gives the same numbers on a CPU (exact products of the parts, summed
