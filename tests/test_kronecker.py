@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import io
 import math
 
@@ -376,6 +377,27 @@ def test_float16_products_step_as_exact_ones_do(cls, shape: tuple[int, int]) -> 
     errors = {k: ((v - moved["highest"]).norm() / moved["highest"].norm()).item() for k, v in moved.items()}
     assert errors["fp16"] > 0  # it is another computation
     assert errors["fp16"] < max(2 * errors["tf32_emulated"], 2e-3)
+
+
+def test_refreshes_in_float16_leave_no_direction_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of every step have 11 bits. Roots are damped by 1e-5 and not by the 1e-3 of TF32, and bases turned in bf16x3: what
+    11 bits would leave alone costs a run a tenth of a nat."""
+    asked = []
+
+    def recorded(function):
+        def call(*arguments, **options):
+            asked.append((function.__name__, options["precision"], options.get("relative_epsilon")))
+            return function(*arguments, **options)
+
+        return call
+
+    soap, shampoo = (importlib.import_module(f"hf_emopt.rules.{name}") for name in ("soap", "shampoo"))
+    monkeypatch.setattr(soap, "refresh_eigenbasis", recorded(soap.refresh_eigenbasis))
+    monkeypatch.setattr(shampoo, "inverse_root", recorded(shampoo.inverse_root))
+    for cls, options in ((hf_emopt.SOAP, {}), (hf_emopt.Shampoo, {"root_solver": "coupled_newton"})):
+        params, optimizer = make(cls, matmul_precision="fp16", **options)
+        run(params, optimizer, range(6))
+    assert set(asked) == {("refresh_eigenbasis", "bf16x3", None), ("inverse_root", "fp16", 1e-5)}
 
 
 @pytest.mark.parametrize("cls", RULES)

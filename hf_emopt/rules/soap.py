@@ -247,8 +247,8 @@ class SoapRule(KroneckerRule):
 
 
 def _refresh_precision(group: Group) -> Precision:
-    """Directions below the rounding of a refresh keep the basis that they had. With 11 bits these are all below a hundredth of
-    the largest eigenvalue, and a run is the worse for it."""
+    """Directions below the rounding of a refresh keep the basis that they had. With 11 bits these are all below a hundredth
+    of the largest eigenvalue, and a run is the worse for it."""
     return "bf16x3" if group["matmul_precision"] == "fp16" else group["matmul_precision"]
 
 
