@@ -380,8 +380,8 @@ def test_float16_products_step_as_exact_ones_do(cls, shape: tuple[int, int]) -> 
 
 
 def test_refreshes_in_float16_leave_no_direction_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products of every step have 11 bits. Roots are damped by 1e-5 and not by the 1e-3 of TF32, and bases turned in bf16x3: what
-    11 bits would leave alone costs a run a tenth of a nat."""
+    """Products of every step have 11 bits. Roots are damped by 1e-5 and not by the 1e-3 of TF32, and bases turned in bf16x3:
+    what 11 bits would leave alone costs a run a tenth of a nat."""
     asked = []
 
     def recorded(function):
