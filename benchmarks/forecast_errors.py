@@ -58,9 +58,11 @@ PRESENT_PLANS = ("step_single_1.1b_h200_226d713_shampoo", "step_single_1.1b_h200
 factors in float16, and a relative epsilon of 1e-3. Before, a plan followed names among matrices of one cost, and those
 products were in TF32."""
 FITTED_FILES = (
-    "step_ddp_1.1b_2xh200", "refresh_2048_h200", "step_fsdp2_1.1b_2xh200_1946bf8", "step_ddp_1.1b_2xh200_1946bf8"
+    "step_ddp_1.1b_2xh200", "refresh_2048_h200", "step_fsdp2_1.1b_2xh200_1946bf8", "step_ddp_1.1b_2xh200_1946bf8",
+    "step_single_1.1b_h200_5d3ec2d_profile", "step_single_1.1b_h200_226d713_shampoo",
 )  # fmt: skip
-"""Muon's and AdamW's steps of the first, SOAP's of the second, Muon's and Shampoo's of the third and Muon's of the fourth.
+"""Muon's and AdamW's steps of the first, SOAP's of the second, Muon's and Shampoo's of the third, Muon's of the fourth and
+fifth (of which the passes alone), and Shampoo's of the sixth.
 AdamW's host time under FSDP2 is fitted to the three files of that layout; how products slow down to those of ``kernels_h200``
 that take longer than 5 ms."""
 FITTED_ADAMW = ("step_fsdp2_1.1b_2xh200", "step_fsdp2_1.1b_2xh200_foreach", "step_fsdp2_wide_2xh200")
@@ -96,6 +98,8 @@ class Point:
 def role(file: str, commit: str, optim: str) -> str:
     """What a stored step is to the model."""
     if file == FITTED_FILES[0] or (optim == "adamw" and file in FITTED_ADAMW):
+        return FITTED
+    if (file == FITTED_FILES[4] and optim == "muon") or (file == FITTED_FILES[5] and optim == "shampoo"):
         return FITTED
     fitted = {FITTED_FILES[1]: ("soap",), FITTED_FILES[2]: ("muon", "shampoo"), FITTED_FILES[3]: ("muon",)}
     if optim in fitted.get(file, ()):

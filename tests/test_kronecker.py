@@ -381,7 +381,7 @@ def test_float16_products_step_as_exact_ones_do(cls, shape: tuple[int, int]) -> 
 
 def test_refreshes_in_float16_leave_no_direction_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products of every step have 11 bits. Roots are damped by 1e-5 and not by the 1e-3 of TF32, and bases turned in bf16x3:
-    what 11 bits would leave alone costs a run a tenth of a nat."""
+    what 11 bits leave alone costs a run 0.05 to 0.35 (docs/convergence.md)."""
     asked = []
 
     def recorded(function):
@@ -402,17 +402,18 @@ def test_refreshes_in_float16_leave_no_direction_alone(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("cls", RULES)
 @pytest.mark.parametrize("storage", FACTOR_STORAGE)
-def test_a_step_that_is_skipped_leaves_factors_in_every_precision(cls, storage: str) -> None:
+def test_a_step_that_is_skipped_leaves_factors_in_every_storage(cls, storage: str) -> None:
     params, optimizer = make(cls, matmul_precision="fp16", factor_storage=storage)
     run(params, optimizer, range(3))
-    state = {k: v.clone() for p in params for k, v in optimizer.state[p].items() if "factor" in k}
+    # In 8 bits the noise of the rounding is drawn anew, but not of the diagonal.
+    kept = ".diagonal" if storage == "int8" else "factor"
+    state = {(i, k): v.clone() for i, p in enumerate(params) for k, v in optimizer.state[p].items() if kept in k}
     for p in params:
         p.grad = torch.full_like(p, math.nan)
     optimizer.step()
-    after = {k: v for p in params for k, v in optimizer.state[p].items() if "factor" in k}
+    after = {(i, k): v for i, p in enumerate(params) for k, v in optimizer.state[p].items() if kept in k}
     assert state
-    if storage != "int8":  # noise of the rounding is drawn anew
-        assert_equal(list(state.values()), list(after.values()))
+    assert_equal(list(state.values()), list(after.values()))
 
 
 # ---------------------------------------------------------------------- checkpoints

@@ -87,8 +87,13 @@ def alternatives(name: str, settings: Settings, world_size: int, device: torch.d
         text = ", ".join(f"{k}={v}" for k, v in changed.items())
         found.append(Alternative(text, replace(settings, options={**settings.options, **changed}, profile=False)))
 
+    # As hf_emopt.planned.large_buckets has it.
+    large = world_size == 1 or name in ("soap", "shampoo", "kl_shampoo")
+    large &= all(
+        settings.options.get(key) in (None, "float32") for key in ("offload_state", "state_dtype", "factor_storage")
+    )
     for factor in (0.5, 2.0):
-        numel = str(int(bucket_numel(world_size == 1 or name in ("soap", "shampoo", "kl_shampoo")) * factor))
+        numel = str(int(bucket_numel(large) * factor))
         environment = {**settings.environment, BUCKET_VARIABLE: numel}
         found.append(
             Alternative(f"{BUCKET_VARIABLE}={numel}", replace(settings, environment=environment, profile=False))

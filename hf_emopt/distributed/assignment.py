@@ -53,7 +53,7 @@ def bucket_numel(large: bool = False) -> int:
     if not given:
         return MAX_BUCKET_NUMEL * (2 if large else 1)
     if not given.isdigit() or int(given) == 0:
-        raise ValueError(f"{BUCKET_VARIABLE}={given!r} must be a whole number above 0, or unset for {MAX_BUCKET_NUMEL}")
+        raise ValueError(f"{BUCKET_VARIABLE}={given!r} must be a whole number above 0, or unset for the usual one")
     return int(given)
 
 

@@ -21,9 +21,10 @@ __all__ = ["UNFUSED", "Passes", "Work", "passes", "refresh_seconds", "transform_
 # side is from a whole step (step_fsdp2_1.1b_2xh200_1946bf8.json), since its roots take fewer products than they did there.
 _REFRESH_SIDE = {"soap": 1.83e-3, "shampoo": 1.96e-3, "kl_shampoo": 5.07e-3}
 _REFRESH_CALL = {"soap": 11.5e-3, "shampoo": 0.97e-3, "kl_shampoo": 0.97e-3}
-# Of Shampoo's roots on symmetric products in float16: a side from what the kernels of such a step took; a call's is guessed.
+# Of Shampoo's roots on symmetric products in float16: a side from a whole step, of which 0.79 are its products and passes
+# alone; a call's is guessed.
 # With split factors: 8 steps of 12 products and 3 of 4, at what each was measured at, and the splits at bandwidth.
-_HALF_SIDE, _HALF_CALL = 0.7e-3, 0.3e-3
+_HALF_SIDE, _HALF_CALL = 0.82e-3, 0.3e-3
 _SPLIT_SIDE = 2.6e-3
 
 
@@ -105,7 +106,7 @@ def _rule_bytes(rule: MatrixRule, group: Group, gpu: Gpu) -> tuple[float, int]:
     if isinstance(rule, MuonRule):
         return 0.0, 2 if rule.defers_scale(group) and has_kernels(gpu) else 4
     # Fitted to the steps between refreshes of a synchronous schedule, whose products are known: SOAP 197, Shampoo 201.
-    # Shampoo in float16 reads blocks where they lie: what its kernels took on one H200 (shampoo_single_1.1b_h200_fp16.json).
+    # Shampoo in float16 reads blocks where they lie: what its kernels took (step_single_1.1b_h200_226d713_shampoo.json).
     return 114.0 if rule.name == "shampoo" and _in_half(gpu, group) else 200.0, 4
 
 

@@ -8,7 +8,8 @@ of every product.
 
 For eigenvalues below 1e-3 of the largest, 11 bits are too few: rounded at the size of the large ones, a matrix has lost the
 small ones. Then factors are split in two, ``A = A_1 + 2^-11 A_2``, and ``A_1 B_1 + 2^-11 (A_1 B_2 + A_2 B_1)`` takes three
-products. Newton's own steps at the end, where ``D`` is small, do without.
+products. Newton's own steps at the end, where ``D`` is small, do without. Inverses are split in any case: they are as large
+as the condition.
 """
 
 from __future__ import annotations

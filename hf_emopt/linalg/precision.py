@@ -44,8 +44,9 @@ __all__ = [
     "unit_roundoff",
 ]
 
-# Squares of scales in here, and their inverses, are float32 numbers, also times a factor such as 1 - beta.
-_LEAST_SCALE, _LARGEST_SCALE = 2.0**-54, 2.0**62
+# Squares of scales in here are float32 numbers, also times a factor such as 1 - beta; and so is what sums start from where a
+# factor of a billion meets a gradient of the least scale.
+_LEAST_SCALE, _LARGEST_SCALE = 2.0**-44, 2.0**62
 
 Precision: TypeAlias = Literal["highest", "bf16x3", "tf32", "tf32_emulated", "fp16"]
 
@@ -179,7 +180,7 @@ def scaled_half(x: Tensor) -> tuple[Tensor, Tensor]:
 
     Returns:
         The rounded matrices, all blocks as one batch, and ``(N, 1, 1)`` (``(1, 1)`` for one matrix) in float32. ``s`` is from
-        2^-54 to 2^62, so that squares of it stay in range; infinities and NaN stay what they are.
+        2^-44 to 2^62, so that squares of it stay in range; infinities and NaN stay what they are.
     """
     if x.ndim == 2:
         half, scale = scaled_half(x[None])
@@ -195,7 +196,8 @@ def scaled_half(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def multiply_16(a: Tensor, b: Tensor, *, wide: bool = True) -> Tensor:
-    """Factors of one 16-bit dtype, sums in float32. The result is float32, or the factors' with ``wide=False``."""
+    """Factors of one 16-bit dtype, sums in float32. The result is float32, or the factors' with ``wide=False``, and then on a
+    GPU the sums are what ``torch.backends.cuda.matmul`` allows."""
     if a.is_cuda and not wide:
         return a @ b
     if a.is_cuda and a.ndim == 3:
@@ -214,7 +216,8 @@ def _multiply_half(a: Tensor, b: Tensor) -> Tensor:
         b16, scale_b = a16.mT, scale_a
     else:
         b16, scale_b = scaled_half(b)
-    return multiply_16(a16, b16).mul_(scale_a * scale_b)
+    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    return multiply_16(a16, b16).mul_(scale_a * scale_b).view(*batch, a.shape[-2], b.shape[-1])
 
 
 def _is_transpose(a: Tensor, b: Tensor) -> bool:

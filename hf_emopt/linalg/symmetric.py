@@ -141,7 +141,8 @@ def accumulate_gram(
     Args:
         c: ``(B, m, m)`` float32, symmetric; its lower triangle counts.
         a: ``(B, m, k)`` bfloat16 or float16, any strides.
-        scale: ``(B,)`` float32, ``s``, such that neither ``alpha s^2`` nor its inverse leaves float32.
+        scale: ``(B,)`` float32, ``s``, such that neither ``alpha s^2`` nor its inverse leaves float32; or 0 for a matrix that
+            is zero, and then ``C`` is exactly ``beta C``.
         beta: ``(B,)`` float32, on the device as ``scale`` is: no host sees either.
     """
     if _on_kernels(a, backend) and c.stride(-1) == 1:

@@ -182,7 +182,11 @@ def half_mode_products(x: Tensor, matrices: Sequence[tuple[int, Tensor]]) -> tup
     """
     y, scale = scaled_half(x)
     for number, (d, matrix) in enumerate(matrices):
-        factor, size = scaled_half(matrix)
+        if matrix.stride(-1) == 1:
+            factor, size = scaled_half(matrix)
+        else:  # a basis on its way out, which is read as it lies
+            factor, size = scaled_half(matrix.mT)
+            factor = factor.mT
         last = number + 1 == len(matrices)
         # Sums of numbers below 2 leave the range of float16 from 16,384 terms on.
         wide = last or matrix.shape[-1] > _LONGEST_HALF_SUM

@@ -144,8 +144,9 @@ class KroneckerRule(RefreshingRule):
         factor = self.factor(block, d, group)
         if self.in_half(rows, group):
             half, scale = (rows, scale) if scale is not None else scaled_half(rows)
+            scale = scale.view(-1) * gate
             kept = torch.ones_like(scale) if beta == 1.0 else 1.0 - new * gate * torch.ones_like(scale)
-            accumulate_gram(factor, half, scale.view(-1), new, kept.view(-1))
+            accumulate_gram(factor, half, scale, new, kept)
         elif isinstance(gate, Tensor):
             if beta != 1.0:
                 # A list's multiplication by a scalar of the device is vectorized, a tensor's is not.

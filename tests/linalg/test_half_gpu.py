@@ -78,3 +78,12 @@ def test_split_factors_are_nearly_float32(relative_epsilon: float) -> None:
         assert not result.failed.any()
         errors[name] = ((result.value - exact).flatten(1).norm(dim=1) / exact.flatten(1).norm(dim=1)).max().item()
     assert errors["fp16"] <= 10 * errors["highest"] + 2.0**-17
+
+
+def test_a_large_factor_meets_a_small_gradient() -> None:
+    """Sums start from the factor over the square of the gradient's scale, which must not leave float32."""
+    a, scale = scaled_half(torch.full((2, 256, 64), 1e-25, device="cuda"))
+    c = 1e6 * torch.eye(256, device="cuda").expand(2, 256, 256).clone()
+    beta = torch.full((2,), 0.999, device="cuda")
+    value = accumulate_gram(c.clone(), a, scale.view(-1), 1e-3, beta)
+    torch.testing.assert_close(value, 0.999 * c)

@@ -15,6 +15,7 @@ if not INTERPRETING:
 if INTERPRETING:
     from torch import Tensor
 
+    import hf_emopt
     from hf_emopt.linalg import half_newton, precision
     from hf_emopt.linalg.symmetric import accumulate_gram
     from hf_emopt.linalg.triton import half_launch
@@ -91,3 +92,46 @@ if INTERPRETING:
             value = accumulate_gram(c.clone(), a, scale, 0.1, beta, backend=backend)
             assert torch.equal(value, value.mT)
             torch.testing.assert_close(value.double(), expected, rtol=1e-5, atol=1e-6)
+
+    def test_where_nothing_is_added_nothing_changes() -> None:
+        """A step that is skipped has rows of zeros and says so by a scale of 0; 0.05 has no exact quotient."""
+        torch.manual_seed(0)
+        c = torch.randn(2, 48, 48)
+        c = c + c.mT
+        for backend in ("auto", "torch"):
+            zeros, ones = torch.zeros(2), torch.ones(2)
+            value = accumulate_gram(c.clone(), torch.zeros(2, 48, 40).half(), zeros, 0.05, ones, backend=backend)
+            assert torch.equal(value, c)
+
+    @pytest.mark.parametrize("cls", [hf_emopt.Shampoo, hf_emopt.SOAP])
+    def test_steps_on_kernels_are_those_of_torch(cls: type, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Whole steps, cut into blocks, with one that is skipped in their middle."""
+        moved = []
+        for disabled in ("", "1"):
+            monkeypatch.setenv("HF_EMOPT_DISABLE_TRITON", disabled)
+            generator = torch.Generator().manual_seed(0)
+            weight = torch.nn.Parameter(torch.randn(16, 40, generator=generator))
+            solver = {} if cls is hf_emopt.SOAP else {"root_solver": "coupled_newton", "relative_epsilon": 1e-3}
+            options = {"precondition_frequency": 1, "max_preconditioner_dim": 32, "oversize": "block", **solver}
+            optimizer = cls([weight], lr=0.01, matmul_precision="fp16", **options)
+            before = weight.detach().clone()
+            for step in range(3):
+                weight.grad = torch.randn(weight.shape, generator=generator)
+                weight.grad[0, 0] += float("nan") if step == 1 else 0.0
+                factors = [v.clone() for k, v in optimizer.state[weight].items() if "factor" in k]
+                optimizer.step()
+                if step == 1:
+                    after = [v for k, v in optimizer.state[weight].items() if "factor" in k]
+                    assert len(factors) == 4
+                    assert all(torch.equal(x, y) for x, y in zip(factors, after, strict=True))
+            assert optimizer.skipped_steps == 1
+            moved.append(weight.detach() - before)
+        assert (moved[0] - moved[1]).norm() <= 1e-3 * moved[1].norm()
+
+    def test_a_large_factor_meets_a_small_gradient() -> None:
+        """Sums start from the factor over the square of the gradient's scale, which must not leave float32."""
+        a, scale = precision.scaled_half(torch.full((2, 48, 40), 1e-25))
+        c = 1e6 * torch.eye(48).expand(2, 48, 48).clone()
+        for backend in ("auto", "torch"):
+            value = accumulate_gram(c.clone(), a, scale.view(-1), 1e-3, torch.full((2,), 0.999), backend=backend)
+            torch.testing.assert_close(value, 0.999 * c)

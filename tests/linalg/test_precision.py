@@ -103,6 +103,16 @@ def test_float16_factors_at_any_scale() -> None:
     assert broken[1, 0, 0] == math.inf
 
 
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_batches_of_any_number_of_dimensions(precision: Precision) -> None:
+    generator = torch.Generator().manual_seed(0)
+    a, b = torch.randn(2, 3, 4, 5, generator=generator), torch.randn(2, 3, 5, 6, generator=generator)
+    for x, y in ((a, b), (a[0], b[0]), (a[0, 0], b[0, 0])):
+        value = product(x, y, precision)
+        assert value.shape == (x @ y).shape
+        torch.testing.assert_close(value, x @ y, rtol=1e-2, atol=1e-2)
+
+
 def test_blocks_are_rounded_where_they_lie() -> None:
     """Of a tensor cut into blocks, each has a scale of its own."""
     x = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(0))

@@ -108,6 +108,7 @@ _DEFAULTS = {
     100: Config(128, 128, 64, 4, 3),
 }
 # Float32 results on sm_90: where there are two tiles or more for every multiprocessor, and below.
+_MULTIPROCESSORS = 132  # of the cards that the tables were measured on
 WIDE = Config(128, 256, 64, 8, 4)
 WIDE_FEW = Config(64, 128, 64, 4, 4)
 # Where strides or addresses rule descriptors out.
@@ -212,5 +213,5 @@ def choose_wide(architecture: int | None, batch: int, m: int, k: int, with_c: bo
     """
     if architecture is not None and family(architecture) == 90 and m >= 512:
         tiles = batch * (m / 128) * (m / 256 + 1) / 2
-        return WIDE if tiles >= 2 * 132 else WIDE_FEW
+        return WIDE if tiles >= 2 * _MULTIPROCESSORS else WIDE_FEW
     return with_wide_registers(choose(architecture, batch, m, k, with_c))

@@ -18,7 +18,7 @@ _OPTIONS = {"num_warps": 8}
 
 def takes(x: Tensor) -> bool:
     """Whether rows of every matrix are contiguous and their elements can be counted in 32 bits."""
-    return x.numel() > 0 and x.stride(-1) == 1 and math.prod(x.shape[-2:]) + _BLOCK * 1024 < 2**31
+    return x.ndim in (3, 4) and x.numel() > 0 and x.stride(-1) == 1 and math.prod(x.shape[-2:]) + _BLOCK * 2**16 < 2**31
 
 
 def _programs(size: int, batch: int, device: torch.device) -> int:

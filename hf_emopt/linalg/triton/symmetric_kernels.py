@@ -43,7 +43,8 @@ def _corrected(alpha, beta, diagonal, correction_ptr, batch, CORRECTED: tl.const
     """``alpha``, what ``C`` starts the sums with, and the diagonal of one matrix of the batch."""
     if CORRECTED == 3:
         t = tl.load(correction_ptr + 2 * batch)
-        alpha *= t * t
+        # Zero says that the product is zero: then C has to come out as it was, and not from a quotient and a product.
+        alpha = tl.where(t == 0.0, 1.0, alpha * t * t)
         beta = tl.load(correction_ptr + 2 * batch + 1) / alpha
     elif CORRECTED > 0:
         t = tl.load(correction_ptr + batch)

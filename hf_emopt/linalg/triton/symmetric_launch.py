@@ -104,23 +104,11 @@ def symmetric_product(
         raise ValueError("a correction with power=3 is (B, 2), the second number for C: give c")
     a, b, out = _as_batch(a), _as_batch(b), _as_batch(out)
     c = None if c is None else _as_batch(c)
-    batch, m, k = a.shape
     chosen = variants.chosen()
     trans = a.stride(-1) != 1
     inputs = (a.mT, b.mT) if trans else (a, b)
     power = 0 if correction is None else power
-    if config is None:
-        capability = None if interpreting() else architecture(a.device)
-        if out.dtype == torch.float32:
-            config = configs.choose_wide(capability, batch, m, k, c is not None)
-        else:
-            config = configs.choose(capability, batch, m, k, c is not None, clusters=True)
-        if config.clusters and not (variants.on_clusters() and power < 3 and _clusters_take(a, b, c, out, trans)):
-            config = configs.choose(capability, batch, m, k, c is not None)
-    elif config.clusters and not (power < 3 and _clusters_take(a, b, c, out, trans)):
-        config = replace(config, clusters=False)
-    elif out.dtype == torch.float32:
-        config = configs.with_wide_registers(config)
+    config = _configured(config, a, b, c, out, power)
     if config.clusters:
         cluster_launch.cluster_product(
             a, b, c, out, alpha=alpha, beta=beta, diagonal=diagonal, correction=correction, power=power,
@@ -137,6 +125,27 @@ def symmetric_product(
     else:
         _launch_pointers(a, b, c, out, scalars, config, form)
     return out
+
+
+def _configured(config: Config | None, a: Tensor, b: Tensor, c: Tensor | None, out: Tensor, power: int) -> Config:
+    """The configuration to launch: the one asked for as far as it can run, or that of the table."""
+    batch, m, k = a.shape
+    wide = out.dtype == torch.float32
+
+    def on_clusters() -> bool:  # asked where the table names them
+        return power < 3 and _clusters_take(a, b, c, out, a.stride(-1) != 1)
+
+    if config is not None:
+        if config.clusters and not on_clusters():
+            config = replace(config, clusters=False)
+        return configs.with_wide_registers(config) if wide and not config.clusters else config
+    capability = None if interpreting() else architecture(a.device)
+    if wide:
+        return configs.choose_wide(capability, batch, m, k, c is not None)
+    config = configs.choose(capability, batch, m, k, c is not None, clusters=True)
+    if config.clusters and not (variants.on_clusters() and on_clusters()):
+        return configs.choose(capability, batch, m, k, c is not None)
+    return config
 
 
 def _clusters_take(a: Tensor, b: Tensor, c: Tensor | None, out: Tensor, trans: bool) -> bool:
