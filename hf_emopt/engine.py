@@ -87,7 +87,7 @@ class Engine:
         # As planned: wrappers put other parameters into groups, and state is found under those it was made for.
         self.params = [list(group["params"]) for group in groups]
         self.transport_dtype = transport_dtype
-        large = large_buckets(rule, groups, offloads, self.world_size)
+        large = large_buckets(rule.scheduled, groups, offloads, self.world_size)
         self.plan: Plan = make_plan(matrices, forward_order=forward_order, large=large)
         self.aux_plan: Plan = make_plan(others, forward_order=forward_order)
         self.transform_count = 0

@@ -267,7 +267,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def _plan_anew(self) -> Plan:
         grids = self._grids()
         world = max((grid.world_size for grid in grids.values()), default=1)
-        large = large_buckets(self.rule, self.param_groups, self.offload_state is not None, world)
+        large = large_buckets(self.rule.scheduled, self.param_groups, self.offload_state is not None, world)
         return make_plan(self.planned_parameters(grids), large=large)
 
     def _as_built(self) -> AbstractContextManager[None]:

@@ -116,7 +116,7 @@ def planned_copies(groups: Sequence[Group], grids: dict[str, Grid]) -> list[Plan
     return planned
 
 
-def large_buckets(rule: MatrixRule, groups: Sequence[Group], offloads: bool, world_size: int) -> bool:
+def large_buckets(scheduled: bool, groups: Sequence[Group], offloads: bool, world_size: int) -> bool:
     """Whether buckets have twice the elements.
 
     The matrices of a batch fill a GPU better the more they are, and the host is done sooner. In one process nothing has to
@@ -124,7 +124,7 @@ def large_buckets(rule: MatrixRule, groups: Sequence[Group], offloads: bool, wor
     where state is copied to be used, which takes memory by the bucket's size.
     """
     kinds = {group.get(key, "float32") for group in groups for key in ("state_dtype", "factor_storage")}
-    return (world_size == 1 or rule.scheduled) and not offloads and kinds == {"float32"}
+    return (world_size == 1 or scheduled) and not offloads and kinds == {"float32"}
 
 
 def _shard_cost(rule: MatrixRule, shape: tuple[int, int], group: Group, k: int) -> int:

@@ -13,6 +13,7 @@ import transformers
 from torch import Tensor, nn
 
 import hf_emopt
+from hf_emopt.linalg.precision import scaled_half
 from hf_emopt.planning import estimate
 from hf_emopt.rules.factor_storage import FACTOR_STORAGE, bytes_per_element, init_factor, load_factor, store_factor
 
@@ -377,6 +378,25 @@ def test_float16_products_step_as_exact_ones_do(cls, shape: tuple[int, int]) -> 
     errors = {k: ((v - moved["highest"]).norm() / moved["highest"].norm()).item() for k, v in moved.items()}
     assert errors["fp16"] > 0  # it is another computation
     assert errors["fp16"] < max(2 * errors["tf32_emulated"], 2e-3)
+
+
+def test_a_basis_is_rounded_once_for_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a step without refresh: the gradient, two bases, and the update on its way back."""
+    blocks = importlib.import_module("hf_emopt.rules.blocks")
+    rounded = []
+
+    def counted(x: Tensor) -> tuple[Tensor, Tensor]:
+        rounded.append(tuple(x.shape))
+        return scaled_half(x)
+
+    weight = nn.Parameter(torch.randn(16, 12))
+    optimizer = hf_emopt.SOAP([weight], matmul_precision="fp16", precondition_frequency=100)
+    for _ in range(3):
+        weight.grad = torch.randn(16, 12)
+        optimizer.step()
+    monkeypatch.setattr(blocks, "scaled_half", counted)
+    optimizer.step()
+    assert sorted(rounded) == [(1, 12, 12), (1, 16, 12), (1, 16, 12), (1, 16, 16)]
 
 
 def test_refreshes_in_float16_leave_no_direction_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,7 +134,9 @@ def test_which_optimizers_have_large_buckets() -> None:
 
     def large(cls: type[MatrixOptimizer] = Muon, world: int = 1, **options: Any) -> bool:
         optimizer = cls(model, **options)
-        return large_buckets(optimizer.rule, optimizer.param_groups, optimizer.offload_state is not None, world)
+        return large_buckets(
+            optimizer.rule.scheduled, optimizer.param_groups, optimizer.offload_state is not None, world
+        )
 
     assert large()
     assert not large(world=2)

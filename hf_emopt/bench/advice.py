@@ -16,6 +16,7 @@ import torch
 from hf_emopt.bench.step import Maker, Row, Settings, attempt, counted
 from hf_emopt.bench.step_optimizers import MATRIX_OPTIMIZERS
 from hf_emopt.distributed.assignment import BUCKET_VARIABLE, bucket_numel
+from hf_emopt.planned import large_buckets
 
 __all__ = ["Alternative", "Verdict", "alternatives", "compare", "exposed_share", "measure_alternatives", "report"]
 
@@ -87,11 +88,9 @@ def alternatives(name: str, settings: Settings, world_size: int, device: torch.d
         text = ", ".join(f"{k}={v}" for k, v in changed.items())
         found.append(Alternative(text, replace(settings, options={**settings.options, **changed}, profile=False)))
 
-    # As hf_emopt.planned.large_buckets has it.
-    large = world_size == 1 or name in ("soap", "shampoo", "kl_shampoo")
-    large &= all(
-        settings.options.get(key) in (None, "float32") for key in ("offload_state", "state_dtype", "factor_storage")
-    )
+    factors = name in ("soap", "shampoo", "kl_shampoo")
+    offloads = settings.options.get("offload_state") is not None
+    large = large_buckets(factors, [dict(settings.options)], offloads, world_size)
     for factor in (0.5, 2.0):
         numel = str(int(bucket_numel(large) * factor))
         environment = {**settings.environment, BUCKET_VARIABLE: numel}

@@ -154,7 +154,7 @@ def place(
     copies, own = _others(optimizer, layout, dims, names)
     forward = optimizer.overlap_param_gather and layout.name == "ddp"
     offloads = optimizer.offload_state is not None
-    large = large_buckets(optimizer.rule, optimizer.param_groups, offloads, layout.world_size)
+    large = large_buckets(optimizer.rule.scheduled, optimizer.param_groups, offloads, layout.world_size)
     plan = make_plan(planned, max_bucket_numel, forward, large)
     return Placed(layout, plan, make_plan(copies, max_bucket_numel, forward), tuple(own))
 

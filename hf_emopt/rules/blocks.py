@@ -23,10 +23,13 @@ __all__ = [
     "BlockClass",
     "BlockGrid",
     "BlockState",
+    "Rounded",
     "Side",
     "half_mode_products",
     "mode_product",
     "mode_products",
+    "rounded",
+    "rounded_mode_products",
     "unfold",
 ]
 
@@ -154,6 +157,10 @@ def mode_product(x: Tensor, matrix: Tensor, d: int) -> Tensor:
     return product.reshape(x.shape[0], -1, *moved.shape[2:]).movedim(1, d + 1)
 
 
+Rounded = tuple[int, Tensor, Tensor]
+"""A dimension, the float16 matrices that it is multiplied by, ``(B, p, b_d)``, and their scales ``(B, 1, 1)``."""
+
+
 def mode_products(x: Tensor, matrices: Sequence[tuple[int, Tensor]], precision: Precision) -> Tensor:
     """Several of :func:`mode_product`, one after another: ``(dimension, matrix)``.
 
@@ -161,35 +168,47 @@ def mode_products(x: Tensor, matrices: Sequence[tuple[int, Tensor]], precision: 
     (:func:`~hf_emopt.linalg.precision.matmul_precision`).
     """
     if precision == "fp16" and x.dtype == torch.float32 and x.ndim == 3 and matrices:
-        value, scale = half_mode_products(x, matrices)
-        return value.mul_(scale.view(-1, 1, 1))
+        return rounded_mode_products(x, rounded(matrices))
     for d, matrix in matrices:
         x = mode_product(x, matrix.to(x.dtype), d)
     return x
 
 
-def half_mode_products(x: Tensor, matrices: Sequence[tuple[int, Tensor]]) -> tuple[Tensor, Tensor]:
+def rounded(matrices: Sequence[tuple[int, Tensor]]) -> list[Rounded]:
+    """Factors for :func:`half_mode_products`, each read as it lies, transposed or not."""
+    result: list[Rounded] = []
+    for d, matrix in matrices:
+        if matrix.stride(-1) == 1:
+            result.append((d, *scaled_half(matrix)))
+        else:
+            half, scale = scaled_half(matrix.mT)
+            result.append((d, half.mT, scale))
+    return result
+
+
+def rounded_mode_products(x: Tensor, factors: Sequence[Rounded]) -> Tensor:
+    """The result of :func:`half_mode_products`, multiplied by its scale."""
+    value, scale = half_mode_products(x, factors)
+    return value.mul_(scale.view(-1, 1, 1))
+
+
+def half_mode_products(x: Tensor, factors: Sequence[Rounded]) -> tuple[Tensor, Tensor]:
     """``y`` and ``s`` such that ``s y`` is the result of several of :func:`mode_product`, of float16 factors.
 
-    Factors are rounded as :func:`~hf_emopt.linalg.precision.scaled_half` does it, and so is what a product hands to the next.
+    What one product hands to the next is rounded as the factors are.
 
     Args:
         x: ``(B, m, n)``, or ``(N, count, m, n)`` for blocks where they lie, with ``B = N * count``; float32.
-        matrices: at least one, ``(B, p, b_d)`` each.
+        factors: at least one.
 
     Returns:
         ``(B, m, n)`` and ``(B,)``, float32.
     """
     y, scale = scaled_half(x)
-    for number, (d, matrix) in enumerate(matrices):
-        if matrix.stride(-1) == 1:
-            factor, size = scaled_half(matrix)
-        else:  # a basis on its way out, which is read as it lies
-            factor, size = scaled_half(matrix.mT)
-            factor = factor.mT
-        last = number + 1 == len(matrices)
+    for number, (d, factor, size) in enumerate(factors):
+        last = number + 1 == len(factors)
         # Sums of numbers below 2 leave the range of float16 from 16,384 terms on.
-        wide = last or matrix.shape[-1] > _LONGEST_HALF_SUM
+        wide = last or factor.shape[-1] > _LONGEST_HALF_SUM
         y = multiply_16(*((factor, y) if d == 0 else (y, factor.mT)), wide=wide)
         scale = scale * size
         if wide and not last:

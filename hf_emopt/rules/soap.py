@@ -7,7 +7,7 @@ W. Lin et al., arXiv:2509.03378, section 5.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import ClassVar, get_args
 
@@ -19,7 +19,15 @@ from hf_emopt.linalg.failures import with_ladder
 from hf_emopt.linalg.precision import Precision, product
 from hf_emopt.rules.adam import adam_direction
 from hf_emopt.rules.base import Clock, Group
-from hf_emopt.rules.blocks import BlockState, Side, mode_product, mode_products, unfold
+from hf_emopt.rules.blocks import (
+    BlockState,
+    Side,
+    mode_product,
+    mode_products,
+    rounded,
+    rounded_mode_products,
+    unfold,
+)
 from hf_emopt.rules.checks import check_betas, check_choice, check_number
 from hf_emopt.rules.conditioning import condition_in_basis, condition_of_spectrum
 from hf_emopt.rules.kronecker import FACTOR_DTYPES, Gate, KroneckerRule, gate_of
@@ -114,8 +122,8 @@ class SoapRule(KroneckerRule):
     def _adam(self, block: BlockState, group: Group, gate: Gate) -> Tensor:
         """The update of each block, in the parameter's coordinates."""
         dims = self.factored(block, group)
-        bases, precision = [(d, block.tensor("basis", d)) for d in dims], group["matmul_precision"]
-        projected = mode_products(block.grads, [(d, basis.mT) for d, basis in bases], precision)
+        turn, turn_back = self._turns([(d, block.tensor("basis", d)) for d in dims], block, group)
+        projected = turn(block.grads)
         if group["compat"] == "paper":
             update = self._paper_direction(projected, block, group, gate)
         else:
@@ -124,7 +132,22 @@ class SoapRule(KroneckerRule):
             flat = projected.reshape(len(count), -1)
             update = adam_direction(flat, exp_avg, exp_avg_sq, count, group["betas"], group["eps"], gate)
             update = update.view(projected.shape)
-        return mode_products(update, bases, precision)
+        return turn_back(update)
+
+    def _turns(
+        self, bases: list[tuple[int, Tensor]], block: BlockState, group: Group
+    ) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+        """Products into the bases and back, of bases that are rounded or widened once for both."""
+        if bases and block.grads.ndim == 3 and self.in_half(block.grads, group):
+            out = rounded(bases)
+            into = [(d, half.mT, scale) for d, half, scale in out]
+            return partial(rounded_mode_products, factors=into), partial(rounded_mode_products, factors=out)
+        wide = [(d, basis.to(block.grads.dtype)) for d, basis in bases]
+        into_wide, precision = [(d, basis.mT) for d, basis in wide], group["matmul_precision"]
+        return (
+            partial(mode_products, matrices=into_wide, precision=precision),
+            partial(mode_products, matrices=wide, precision=precision),
+        )
 
     @staticmethod
     def _paper_direction(projected: Tensor, block: BlockState, group: Group, gate: Gate) -> Tensor:
