@@ -8,8 +8,11 @@ of every product.
 
 For eigenvalues below 1e-3 of the largest, 11 bits are too few: rounded at the size of the large ones, a matrix has lost the
 small ones. Then factors are split in two, ``A = A_1 + 2^-11 A_2``, and ``A_1 B_1 + 2^-11 (A_1 B_2 + A_2 B_1)`` takes three
-products. Newton's own steps at the end, where ``D`` is small, do without. Inverses are split in any case: they are as large
-as the condition.
+products (:mod:`hf_emopt.linalg.split_products`). The last steps, where ``D`` is small, do without. Inverses are split in any
+case: they are as large as the condition.
+
+Once the small eigenvalues of ``M`` have been lifted, its products would do with 11 bits. Those of ``X`` would not: its
+largest eigenvalue is 20 times the smallest, for a fourth root of 1e-5, and rounded at its size ``A X^p`` was off by 1e-2.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hf_emopt.linalg.newton_schedule import Polynomial, finishes
+from hf_emopt.linalg.split_products import Parts, joined, split, split_product
 from hf_emopt.linalg.symmetric import kernels_pay, symmul
 from hf_emopt.linalg.triton import half_launch
 
@@ -29,45 +34,56 @@ SINGLE_EPSILON = 1e-3
 """The smallest share of the largest eigenvalue that factors of 11 bits are right for."""
 
 SPLIT_ROUNDOFF = 2.0**-18
-"""Of split factors: 22 bits each, and a last step that is not split."""
+"""Of split factors: 22 bits each, and last steps that are not split."""
 
 # X is held so that its largest eigenvalue is below 2 to this, which leaves the sums of float16 numbers far from their range.
 _LARGEST_ROOT = 8
-_LOW = 2.0**-11
-
-_Parts = tuple[Tensor, Tensor]
 
 
 def half_newton(
-    e: Tensor, steps: Sequence[tuple[float, ...]], p: int, active: Tensor, largest: float, split: bool = False
+    e: Tensor, steps: Sequence[Polynomial], p: int, active: Tensor, lowest: float, split_steps: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Runs the steps from ``X = I``.
 
     Args:
         e: ``(N, d, d)`` float32, ``M_0 - I``, symmetric; changed in place.
-        steps: ``(c_0, c_1)`` of each ``P = c_0 I + c_1 M``.
+        steps: coefficients of each ``P(M)``, lowest first, of the first or second degree.
         p: of the root ``M_0^(-1/p)``.
-        active: ``(N,)`` bool; the other blocks wait through steps with ``c_0 + c_1 != 1``.
-        largest: bound on the eigenvalues of the root.
-        split: steps with ``c_0 + c_1 != 1`` multiply split factors.
+        active: ``(N,)`` bool; the other blocks wait through steps with ``P(1) != 1``.
+        lowest: bound on the eigenvalues of ``M_0``.
+        split_steps: split the factors of all but the last steps.
 
     Returns:
         ``X``, symmetric bit for bit, and ``(N,)`` ``|M - I|_F`` before the last step.
     """
-    scale = 2.0 ** -max(0, math.ceil(math.log2(largest)) - _LARGEST_ROOT)
+    scale = 2.0 ** -max(0, math.ceil(-math.log2(lowest) / p) - _LARGEST_ROOT)
     x: Tensor | None = None
-    for step, (c0, c1) in enumerate(steps):
-        advance = _split_step if split and abs(c0 + c1 - 1.0) > 1e-9 else _step
-        x = advance(x, e, c0 + c1 - 1.0, c1, p, active, scale, step + 1 == len(steps))
+    for number, polynomial in enumerate(steps):
+        advance = _split_step if split_steps and not finishes(polynomial, p) else _step
+        x = advance(x, e, polynomial, p, active, scale, number + 1 == len(steps))
     assert x is not None
     return x, torch.linalg.vector_norm(e, dim=(-2, -1))
 
 
+def _lift(polynomial: Polynomial) -> float:
+    """``P(1) - 1``, exactly zero in steps that leave the identity where it is."""
+    lift = sum(polynomial) - 1.0
+    return lift if abs(lift) > 1e-9 else 0.0
+
+
 def _step(
-    x: Tensor | None, e: Tensor, lift: float, slope: float, p: int, active: Tensor, scale: float, last: bool
+    x: Tensor | None, e: Tensor, polynomial: Polynomial, p: int, active: Tensor, scale: float, last: bool
 ) -> Tensor:
     """``X P``, and ``P^p M - I`` in place of ``E`` unless the step is the last."""
-    d, m = _factors(e, lift, slope, active)
+    lift = _lift(polynomial)
+    if len(polynomial) == 2:
+        d, m = _factors(e, lift, polynomial[1], active)
+    else:  # in powers of E: without a lift D vanishes with it
+        half, m = _factors(e, 0.0, 1.0, active)
+        _, c1, c2 = polynomial
+        d = symmul(half, half, half, alpha=c2, beta=c1 + 2 * c2, diagonal=lift)
+        if lift:
+            d.mul_(active.to(d.dtype).view(-1, 1, 1))
     if x is None:
         x = d.float()
         _diagonal(x).add_(1.0)
@@ -80,54 +96,43 @@ def _step(
 
 
 def _split_step(
-    x: Tensor | None, e: Tensor, lift: float, slope: float, p: int, active: Tensor, scale: float, last: bool
+    x: Tensor | None, e: Tensor, polynomial: Polynomial, p: int, active: Tensor, scale: float, last: bool
 ) -> Tensor:
     """The same with split factors."""
-    on = active.to(e.dtype).view(-1, 1)
-    d = e * (on * slope).unsqueeze(-1)
-    _diagonal(d).add_(on * lift)
-    parts = _split(d)
+    m = split(e, diagonal=1.0)
+    c0, c1, c2 = (*polynomial, 0.0)[:3]
+    # c_0 I + c_1 M - I = c_1 E + (c_0 + c_1 - 1) I
+    terms = {"alpha": c2, "c": e, "beta": c1, "diagonal": c0 + c1 - 1.0, "active": active}
+    first = x is None
+    wide, d = split_product(m, m, wide=first, wide_diagonal=1.0, parts=True, **terms)  # type: ignore[arg-type]
+    assert d is not None
     if x is None:
-        x = d.clone()
-        _diagonal(x).add_(1.0)
+        assert wide is not None
+        x = wide
     else:
-        _add_product(x, _split(x * scale), parts, 1.0 / scale)
+        split_product(split(x, scale=scale), d, alpha=1.0 / scale, c=x, beta=1.0, out=x)
     if not last:
-        m = e.clone()
-        _diagonal(m).add_(1.0)
-        _add_product(e, _split(_split_power(d, parts, p)), _split(m))
+        split_product(_split_power(d, p), m, c=e, beta=1.0, out=e)
     return x
 
 
-def _split(a: Tensor) -> _Parts:
-    high = a.half()
-    # 2^11 keeps the rest out of float16's subnormal numbers.
-    return high, ((a - high) * (1.0 / _LOW)).half()
-
-
-def _add_product(c: Tensor, a: _Parts, b: _Parts, alpha: float = 1.0) -> Tensor:
-    """``C + alpha A B`` in place. The mixed products are not symmetric, their sum is; each adds its lower triangle."""
-    symmul(a[0], b[0], c, alpha=alpha, beta=1.0, out=c)
-    symmul(a[0], b[1], c, alpha=alpha * _LOW, beta=1.0, out=c)
-    return symmul(a[1], b[0], c, alpha=alpha * _LOW, beta=1.0, out=c)
-
-
-def _split_power(d: Tensor, parts: _Parts, n: int) -> Tensor:
-    """``(I + D)^n - I`` by squaring, float32."""
-    result: tuple[Tensor, _Parts] | None = None
+def _split_power(d: Parts, n: int) -> Parts:
+    """``(I + D)^n - I`` by squaring."""
+    result: Parts | None = None
     while True:
         if n & 1:
-            if result is None:
-                result = d, parts
-            else:
-                value = _add_product(result[0] + d, result[1], parts)
-                result = value, _split(value)
+            result = d if result is None else _times(result, d, joined(result) + joined(d), 1.0)
         n >>= 1
         if n == 0:
             assert result is not None
-            return result[0]
-        d = _add_product(2.0 * d, parts, parts)
-        parts = _split(d)
+            return result
+        d = _times(d, d, d, 2.0)
+
+
+def _times(a: Parts, b: Parts, c: Tensor | Parts, beta: float) -> Parts:
+    value = split_product(a, b, c=c, beta=beta, parts=True)[1]
+    assert value is not None
+    return value
 
 
 def _factors(e: Tensor, lift: float, slope: float, active: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,6 @@ a GPU's products; what they cannot do is told from their result and done again b
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction
@@ -27,6 +26,7 @@ from hf_emopt.linalg.batches import (
     spectral_bound,
 )
 from hf_emopt.linalg.half_newton import SINGLE_EPSILON, SPLIT_ROUNDOFF, half_newton
+from hf_emopt.linalg.newton_schedule import Polynomial, higher_order_schedule, newton_schedule
 from hf_emopt.linalg.precision import (
     Precision,
     add_product,
@@ -42,8 +42,6 @@ RootSolver: TypeAlias = Literal["eigh", "coupled_newton", "coupled_higher_order"
 
 # Roots of a higher order than this are no preconditioner, and their iterations multiply the rounding by it.
 _MAX_ROOT = 64
-# Steps of an unscaled iteration from the linear phase to rounding level.
-_LAST_STEPS = 6
 
 
 class InverseRoot(NamedTuple):
@@ -140,7 +138,7 @@ def inverse_root(
         else:
             limit = residual_tolerance or max(1e-2, 16 * unit_roundoff(dtype, precision))
             settings = _Iteration(fraction, precision, tolerance, max_iterations, relative_epsilon, limit)
-            schedule = _newton_schedule if solver == "coupled_newton" else _higher_order_schedule
+            schedule = newton_schedule if solver == "coupled_newton" else higher_order_schedule
             z = 1.0 / (bound + ridge)
             value, residual, failed = _by_iteration(work, ridge, z, settings, schedule)
             of_scaled = factor
@@ -258,60 +256,12 @@ class _Iteration(NamedTuple):
         return self.fraction.denominator
 
 
-# A polynomial P(M) by its coefficients, lowest first.
-_Polynomial: TypeAlias = "tuple[float, ...]"
-
-
-@functools.lru_cache(maxsize=256)
-def _newton_schedule(p: int, lowest: float, unit: float) -> tuple[_Polynomial, ...]:
-    """``P(m) = a - b m`` of every step, for ``M_0`` with its spectrum in ``[lowest, 1]``.
-
-    Newton's ``((p + 1) - m) / p`` lifts a small eigenvalue of ``M`` by ``(1 + 1/p)^p < e`` a step. Of all ``a - b m`` for
-    which ``f(m) = m P(m)^p`` stays below 1, the one here lifts it most while no other falls below the lifted one, nor
-    below 1/2 (what falls must rise again, and its rounding errors with it): 5.5 times for ``p = 4`` instead of 2.4.
-    That is the idea of Polar Express (arXiv 2505.16932), with a floor. Newton's own steps finish.
-    """
-    steps: list[_Polynomial] = []
-    while lowest < 0.9:
-        t = _steepest(p, lowest)
-        peak = (p / (p + 1)) ** p / ((p + 1) * t)  # of m (1 - t m)^p, at m = 1 / ((p + 1) t)
-        lowest = min(lowest * (1 - t * lowest) ** p, (1 - t) ** p) / peak
-        centre = 1.0 if lowest < 0.9 else 2 / (1 + lowest)  # the last of these steps puts 1 in the middle
-        a = (centre / peak) ** (1 / p)
-        steps.append((a, -a * t))
-    error = (1 - lowest) / (1 + lowest)
-    while error > unit:
-        steps.append(((p + 1) / p, -1 / p))
-        error = 0.5 * (p + 1) * error * error
-    return (*steps, ((p + 1) / p, -1 / p))
-
-
-def _steepest(p: int, lowest: float) -> float:
-    """The largest ``t`` for which ``m (1 - t m)^p`` at 1 is at least its value at ``lowest`` and half its peak."""
-    low, high = 1 / (p + 1), 1.0  # the peak is at 1 for the former, and the value at 1 is 0 for the latter
-    for _ in range(60):
-        t = 0.5 * (low + high)
-        peak = (p / (p + 1)) ** p / ((p + 1) * t)
-        fits = (1 - t) ** p >= max(lowest * (1 - t * lowest) ** p, 0.5 * peak if lowest < 0.5 else 0.0)
-        low, high = (t, high) if fits else (low, t)
-    return low
-
-
-@functools.lru_cache(maxsize=256)
-def _higher_order_schedule(p: int, lowest: float, unit: float) -> tuple[_Polynomial, ...]:
-    """``P = I + E / p + (p + 1) E^2 / (2 p^2)``, ``E = I - M``: three terms of the series of ``(I - E)^(-1/p)``."""
-    first, second = 1 / p, (p + 1) / (2 * p * p)
-    lift = (1 + first + second) ** p
-    count = math.ceil(math.log(1 / lowest) / math.log(lift)) + _LAST_STEPS
-    return ((1 + first + second, -first - 2 * second, second),) * count
-
-
 def _by_iteration(
     a: Tensor,
     ridge: Tensor,
     z: Tensor,
     settings: _Iteration,
-    schedule: Callable[[int, float, float], tuple[_Polynomial, ...]],
+    schedule: Callable[[int, float, float, int], tuple[Polynomial, ...]],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Root of ``z (A + ridge I)``, residual, and which blocks are not to be trusted. ``X_0 = I`` and ``M_0`` is the matrix;
     each step makes ``X P`` and ``P^p M`` of them, so that ``M = X^p M_0`` and its convergence to ``I`` makes ``X`` the root.
@@ -330,15 +280,16 @@ def _by_iteration(
     split = half and (settings.relative_epsilon < SINGLE_EPSILON or p == 1)
     unit = SPLIT_ROUNDOFF if split else unit_roundoff(a.dtype, precision)
     floor = max(settings.tolerance or 0.0, 16 * unit)
+    degree = 2 if split or unit <= unit_roundoff(torch.float32, "highest") else 1
     # What the ridge and the rounding of the input leave as the smallest eigenvalue of M_0; half of it, to be safe.
     lowest = 0.5 * min(1.0, max(settings.relative_epsilon, unit_roundoff(a.dtype, "highest")))
-    steps = schedule(p, lowest, unit)[: settings.max_iterations]
+    steps = schedule(p, lowest, unit, degree)[: settings.max_iterations]
     # A step that is scaled for a wide spectrum leads away from the identity: blocks that are there already wait.
     deviation = _minus_identity(start)
     active = ~(largest_entry(deviation) <= floor)
     # The last step squares the error, which is not looked at again: the residual is.
     if half:
-        x, error = half_newton(deviation, steps, p, active, lowest ** (-1 / p), split)
+        x, error = half_newton(deviation, steps, p, active, lowest, split)
     else:
         x, error = _full_newton(start, steps, p, active, precision)
     probes = random_probes(a)
@@ -349,7 +300,7 @@ def _by_iteration(
 
 
 def _full_newton(
-    m: Tensor, steps: Sequence[_Polynomial], p: int, active: Tensor, precision: Precision
+    m: Tensor, steps: Sequence[Polynomial], p: int, active: Tensor, precision: Precision
 ) -> tuple[Tensor, Tensor]:
     """``X`` after all steps, and ``|M - I|_F`` before the last."""
     x = m
@@ -373,16 +324,19 @@ def _plus_identity(m: Tensor) -> Tensor:
     return result
 
 
-def _deviation(polynomial: _Polynomial, m: Tensor, active: Tensor, precision: Precision) -> Tensor:
-    """``P - I`` for ``P = c_0 I + c_1 M (+ c_2 M^2)``; of a step with ``P(1) != 1``, zero in blocks that are not active."""
-    scaled = abs(sum(polynomial) - 1.0) > 1e-9
+def _deviation(polynomial: Polynomial, m: Tensor, active: Tensor, precision: Precision) -> Tensor:
+    """``P - I`` for ``P = c_0 I + c_1 M (+ c_2 M^2)``, in powers of ``M - I``. Steps with ``P(1) != 1`` have zero in blocks
+    that are not active."""
+    lift = sum(polynomial) - 1.0
+    scaled = abs(lift) > 1e-9
     on: Tensor | float = active.to(m.dtype).reshape(-1, 1) if scaled else 1.0
-    last = on * polynomial[-1]
-    wide = last.unsqueeze(-1) if isinstance(last, Tensor) else last
+    wide = on.unsqueeze(-1) if isinstance(on, Tensor) else on
     if len(polynomial) == 3:
-        value = add_product(m, m, m, precision, beta=polynomial[1] / polynomial[2]).mul_(wide)
-    else:
-        value = m * wide
+        e, (_, c1, c2) = _minus_identity(m), polynomial
+        value = add_product(e, e, e, precision, beta=(c1 + 2 * c2) / c2).mul_(c2 * wide)
+        value.diagonal(dim1=-2, dim2=-1).add_(on * (lift if scaled else 0.0))
+        return value
+    value = m * (polynomial[1] * wide)
     value.diagonal(dim1=-2, dim2=-1).add_(on * (polynomial[0] - 1.0))
     return value
 

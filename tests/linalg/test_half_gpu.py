@@ -7,7 +7,8 @@ import torch
 
 from hf_emopt.linalg import inverse_root, precision
 from hf_emopt.linalg.precision import scaled_half
-from hf_emopt.linalg.symmetric import accumulate_gram
+from hf_emopt.linalg.split_products import joined, split, split_product
+from hf_emopt.linalg.symmetric import accumulate_gram, symmul
 from hf_emopt.linalg.triton import runtime
 
 pytestmark = pytest.mark.skipif(
@@ -78,6 +79,45 @@ def test_split_factors_are_nearly_float32(relative_epsilon: float) -> None:
         assert not result.failed.any()
         errors[name] = ((result.value - exact).flatten(1).norm(dim=1) / exact.flatten(1).norm(dim=1)).max().item()
     assert errors["fp16"] <= 10 * errors["highest"] + 2.0**-17
+
+
+@pytest.mark.parametrize(("d", "k"), [(2048, 2048), (200, 5632), (1024, 512)])
+def test_a_small_product_is_added_in_full(d: int, k: int) -> None:
+    """Tensor cores cut what they add to a sum to the sum's last bit: a sum that starts from C loses some of C at every step."""
+    torch.manual_seed(0)
+    g = torch.randn(2, d, d, device="cuda")
+    c = (g @ g.mT) / d
+    a, scale = scaled_half(torch.randn(2, d, k, device="cuda"))
+    wanted = 1e-3 * scale.view(-1, 1, 1).double() ** 2 * (a.double() @ a.double().mT)
+    found = accumulate_gram(c.clone(), a, scale.view(-1), 1e-3, torch.ones(2, device="cuda"))
+    added = found.double() - c.double()
+    assert (added - wanted).norm() <= 5e-4 * wanted.norm()
+    assert abs(((added - wanted).diagonal(dim1=1, dim2=2) / c.diagonal(dim1=1, dim2=2)).mean()) < 1e-7
+    plain = symmul(a, a, c.clone(), alpha=2.0**-10, beta=1.0)
+    wanted = 2.0**-10 * (a.double() @ a.double().mT)
+    assert (plain.double() - c.double() - wanted).norm() <= 5e-4 * wanted.norm()
+
+
+@pytest.mark.parametrize("d", [136, 200, 1024, 2048])
+def test_split_products_on_the_device(d: int) -> None:
+    """Of commuting matrices, to float32's rounding, with one launch; and what is not asked for is not written."""
+    torch.manual_seed(0)
+    q = torch.linalg.qr(torch.randn(2, d, d, device="cuda", dtype=torch.float64)).Q
+    a, b, c = ((q * torch.rand(2, 1, d, device="cuda", dtype=torch.float64)) @ q.mT for _ in range(3))
+    factors, active = (split(a.float()), split(b.float())), torch.tensor([True, False], device="cuda")
+    for added in (None, c.float(), split(c.float())):
+        terms = {"alpha": 0.5, "c": added, "beta": 0.0 if added is None else 2.0, "diagonal": 0.25, "active": active}
+        wide, parts = split_product(*factors, wide=True, wide_diagonal=1.0, parts=True, **terms)
+        exact = 0.5 * a @ b + (0.0 if added is None else 2.0) * c + 0.25 * torch.eye(d, device="cuda")
+        exact[1] = 0
+        assert (joined(parts).double() - exact).norm() <= 2e-6 * exact.norm()
+        assert (wide.double() - exact - torch.eye(d, device="cuda")).norm() <= 2e-6 * exact.norm()
+        assert all(torch.equal(x, x.mT) for x in (wide, *parts))
+    target = c.float()
+    wide, parts = split_product(*factors, c=target, beta=1.0, out=target)
+    assert wide is target
+    assert parts is None
+    assert (target.double() - c - a @ b).norm() <= 2e-6 * (a @ b).norm()
 
 
 def test_a_large_factor_meets_a_small_gradient() -> None:

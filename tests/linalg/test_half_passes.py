@@ -105,12 +105,13 @@ if INTERPRETING:
 
     @pytest.mark.parametrize("cls", [hf_emopt.Shampoo, hf_emopt.SOAP])
     def test_steps_on_kernels_are_those_of_torch(cls: type, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Whole steps, cut into blocks, with one that is skipped in their middle."""
+        """Whole steps, cut into blocks, with one that is skipped in their middle. The blocks are square: a basis of what a
+        singular factor leaves out is any."""
         moved = []
         for disabled in ("", "1"):
             monkeypatch.setenv("HF_EMOPT_DISABLE_TRITON", disabled)
             generator = torch.Generator().manual_seed(0)
-            weight = torch.nn.Parameter(torch.randn(16, 40, generator=generator))
+            weight = torch.nn.Parameter(torch.randn(64, 32, generator=generator))
             solver = {} if cls is hf_emopt.SOAP else {"root_solver": "coupled_newton", "relative_epsilon": 1e-3}
             options = {"precondition_frequency": 1, "max_preconditioner_dim": 32, "oversize": "block", **solver}
             optimizer = cls([weight], lr=0.01, matmul_precision="fp16", **options)
@@ -122,7 +123,7 @@ if INTERPRETING:
                 optimizer.step()
                 if step == 1:
                     after = [v for k, v in optimizer.state[weight].items() if "factor" in k]
-                    assert len(factors) == 4
+                    assert len(factors) == 2
                     assert all(torch.equal(x, y) for x, y in zip(factors, after, strict=True))
             assert optimizer.skipped_steps == 1
             moved.append(weight.detach() - before)

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_emopt.linalg import inverse_root, with_ladder
 from hf_emopt.linalg.batches import spectral_bound
-from hf_emopt.linalg.inverse_root import _newton_schedule
+from hf_emopt.linalg.newton_schedule import finishes, higher_order_schedule, newton_schedule
 from hf_emopt.linalg.symmetric import symmul
 
 SOLVERS = ["eigh", "coupled_newton", "coupled_higher_order"]
@@ -277,10 +277,10 @@ def test_large_roots_stay_in_the_range_of_float16() -> None:
     a = matrices(["condition_1e2"], torch.float32)
     start = importlib.import_module("hf_emopt.linalg.half_newton")
     e = a - torch.eye(a.shape[-1])
-    steps = _newton_schedule(2, 0.5 * 1e-3, 2.0**-11)
+    steps = newton_schedule(2, 0.5 * 1e-3, 2.0**-11)
     active = torch.ones(1, dtype=torch.bool)
-    usual, _ = start.half_newton(e.clone(), steps, 2, active, 50.0)
-    large, _ = start.half_newton(e.clone(), steps, 2, active, 1e5)  # held at 2^-9 of its size
+    usual, _ = start.half_newton(e.clone(), steps, 2, active, 1.0 / 50.0**2)
+    large, _ = start.half_newton(e.clone(), steps, 2, active, 1e-10)  # held at 2^-9 of its size
     assert not torch.equal(usual, large)
     assert relative_error(large, usual).max() < 2e-3
 
@@ -347,14 +347,15 @@ def test_residual_sees_a_wrong_root(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.failed.tolist() == [False, True, False]
 
 
+@pytest.mark.parametrize("degree", [1, 2])
 @pytest.mark.parametrize("root", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("lowest", [1e-2, 1e-6, 1e-15])
-def test_newton_schedule(root: int, lowest: float) -> None:
+def test_newton_schedule(root: int, lowest: float, degree: int) -> None:
     """On eigenvalues alone: all of [lowest, 1] end at 1, none leaves (0, p + 1) on the way, in fewer steps than Newton's."""
     m = torch.logspace(math.log10(lowest), 0, 2000, dtype=torch.float64)
-    schedule = _newton_schedule(root, lowest, 2.0**-24)
-    for a, b in schedule:
-        m = m * (a + b * m) ** root
+    schedule = newton_schedule(root, lowest, 2.0**-24, degree)
+    for step in schedule:
+        m = m * sum(c * m**k for k, c in enumerate(step)) ** root
         assert m.min() > 0
         assert m.max() < 1.1
     assert (m - 1).abs().max() < 2.0**-24
@@ -362,6 +363,24 @@ def test_newton_schedule(root: int, lowest: float) -> None:
     while abs(newton - 1) > 2.0**-24:
         newton, steps = newton * ((root + 1 - newton) / root) ** root, steps + 1
     assert len(schedule) < (0.7 if lowest < 1e-3 else 1) * steps
+
+
+@pytest.mark.parametrize("root", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("lowest", [0.3, 5e-4, 5e-7])
+def test_steps_of_the_second_degree_take_fewer_products(root: int, lowest: float) -> None:
+    """A step has products for X, for M and for the power, and one for the square of M. Only the last ones have Newton's
+    slope at 1."""
+
+    def products(degree: int) -> int:
+        schedule = newton_schedule(root, lowest, 2.0**-24, degree)
+        power = math.floor(math.log2(root)) + bin(root).count("1") - 1
+        return sum(power + len(step) for step in schedule)
+
+    assert products(2) <= products(1)
+    ends = [finishes(step, root) for step in newton_schedule(root, lowest, 2.0**-24, 2)]
+    assert ends == sorted(ends)
+    assert 0 < sum(ends) < len(ends)
+    assert all(finishes(step, root) for step in higher_order_schedule(root, lowest, 2.0**-24))
 
 
 def test_host_reads() -> None:

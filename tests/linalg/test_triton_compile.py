@@ -22,6 +22,8 @@ from hf_emopt.linalg.triton import (  # noqa: E402
     half_kernels,
     run_kernels,
     small_kernels,
+    split_kernels,
+    split_launch,
     symmetric_kernels,
 )
 from hf_emopt.linalg.triton.configs import CANDIDATES, POINTERS, WIDE, WIDE_FEW, Config  # noqa: E402
@@ -44,6 +46,7 @@ def symmetric_product(
         "BLOCK_K": config.block_k,
         "UPCAST": False,
         "CORRECTED": corrected,
+        "C_LAST": with_c and out == "fp32",
         **({} if corrected else {"correction_ptr": None}),
     }
     scalars = {"alpha": "fp32", "beta": "fp32", "diagonal": "fp32", "tiles_ptr": "*i32", "correction_ptr": "*fp32"}
@@ -64,7 +67,7 @@ def symmetric_product(
         "a_desc": factor(config.block_m),
         "b_desc": factor(config.block_n),
         "side_desc": factor(side),
-        "c_desc": block(out, config.block_m, config.block_n),
+        "c_desc": block(out, *((side, side) if out == "fp32" else (config.block_m, config.block_n))),
         "d_desc": block(out, side, side),
     }
     square = config.block_m == config.block_n
@@ -114,6 +117,35 @@ def test_float32_results(config: Config, trans: bool, corrected: int, tmp_path: 
     kernel = symmetric_product(config, 90, True, out="fp32", trans=trans, corrected=corrected)
     assert "wgmma.mma_async" in kernel.asm["ptx"]
     assert spilled_bytes(kernel, tmp_path) == 0
+
+
+@pytest.mark.parametrize(
+    ("c", "active", "wide", "parts"),
+    [(0, True, False, True), (0, True, True, True), (0, False, True, False), (1, False, False, True)],
+)
+def test_split_products(c: int, active: bool, wide: bool, parts: bool, tmp_path: Path) -> None:
+    """The four that a step of a coupled iteration takes."""
+    side, block_k = split_launch._SIDE, split_launch._BLOCK_K
+    factor, square = f"tensordesc<fp16[1,{side},{block_k}]>", f"tensordesc<fp16[1,{side},{side}]>"
+    wide_square = square.replace("fp16", "fp32")
+    types = {
+        **dict.fromkeys(["a1_desc", "a2_desc", "b1_desc", "b2_desc"], factor),
+        "c_desc": wide_square if c == 0 else square,
+        **dict.fromkeys(["c2_desc", "high_desc", "low_desc"], square),
+        "out_desc": wide_square,
+        "active_ptr": "*i1",
+        "tiles_ptr": "*i32",
+        **dict.fromkeys(["alpha", "beta", "diagonal", "wide_diagonal"], "fp32"),
+    }
+    absent = ["c2_desc"] * (c == 0) + ["active_ptr"] * (not active) + ["out_desc"] * (not wide)
+    absent += ["high_desc", "low_desc"] * (not parts)
+    constants = {"C_PARTS": c, "ACTIVE": active, "WIDE": wide, "PARTS": parts, "LOW": 2.0**-11, "SIDE": side}
+    constants |= {"BLOCK_K": block_k, "UPCAST": False, **dict.fromkeys(absent)}
+    kernel = compiled(split_kernels.split_product_kernel, types, constants, 90, 8, 3)
+    assert "wgmma.mma_async" in kernel.asm["ptx"]
+    assert spilled_bytes(kernel, tmp_path) == 0
+    assert "serialized" not in assembler_warnings(kernel, tmp_path)
+    assert kernel.metadata.shared <= 232448
 
 
 def test_a_square_on_the_diagonal_reads_its_block_once() -> None:

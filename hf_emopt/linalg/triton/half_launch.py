@@ -10,20 +10,20 @@ from torch import Tensor
 from hf_emopt.linalg.triton.launching import launch, specialization
 from hf_emopt.linalg.triton.runtime import multiprocessors
 
-__all__ = ["factors", "scaled_half", "takes", "times"]
+__all__ = ["BLOCK", "OPTIONS", "factors", "programs_of", "scaled_half", "takes", "times"]
 
-_BLOCK = 4096
-_OPTIONS = {"num_warps": 8}
+BLOCK = 4096
+OPTIONS = {"num_warps": 8}
 
 
 def takes(x: Tensor) -> bool:
     """Whether rows of every matrix are contiguous and their elements can be counted in 32 bits."""
-    return x.ndim in (3, 4) and x.numel() > 0 and x.stride(-1) == 1 and math.prod(x.shape[-2:]) + _BLOCK * 2**16 < 2**31
+    return x.ndim in (3, 4) and x.numel() > 0 and x.stride(-1) == 1 and math.prod(x.shape[-2:]) + BLOCK * 2**16 < 2**31
 
 
-def _programs(size: int, batch: int, device: torch.device) -> int:
+def programs_of(size: int, batch: int, device: torch.device) -> int:
     """Of one matrix: eight for every multiprocessor in all, as far as there is work."""
-    return max(1, min(-(-size // _BLOCK), -(-8 * multiprocessors(device) // batch)))
+    return max(1, min(-(-size // BLOCK), -(-8 * multiprocessors(device) // batch)))
 
 
 def scaled_half(x: Tensor, least: float, largest: float) -> tuple[Tensor, Tensor]:
@@ -44,13 +44,13 @@ def scaled_half(x: Tensor, least: float, largest: float) -> tuple[Tensor, Tensor
     peak = torch.zeros(batch, dtype=torch.int32, device=x.device)
     scale = torch.empty(batch, dtype=torch.float32, device=x.device)
     half = torch.empty(batch, rows, cols, dtype=torch.float16, device=x.device)
-    programs = _programs(size, batch, x.device)
+    programs = programs_of(size, batch, x.device)
     integers = (size, cols, count, programs, *x.stride()[:3])
     key = ("largest", specialization((x, peak), integers), flat, x.device)
-    launch(largest_kernel, key, batch * programs, (x, peak, *integers, flat, _BLOCK), _OPTIONS, x.device)
+    launch(largest_kernel, key, batch * programs, (x, peak, *integers, flat, BLOCK), OPTIONS, x.device)
     key = ("scaled_half", specialization((x, peak, half, scale), integers), flat, x.device)
-    arguments = (x, peak, half, scale, *integers, least, largest, flat, _BLOCK)
-    launch(scaled_half_kernel, key, batch * programs, arguments, _OPTIONS, x.device)
+    arguments = (x, peak, half, scale, *integers, least, largest, flat, BLOCK)
+    launch(scaled_half_kernel, key, batch * programs, arguments, OPTIONS, x.device)
     return half, scale
 
 
@@ -64,13 +64,13 @@ def factors(e: Tensor, lift: float, slope: float, active: Tensor | None) -> tupl
 
     batch, d = e.shape[:2]
     first, second = (torch.empty(e.shape, dtype=torch.float16, device=e.device) for _ in range(2))
-    programs = _programs(d * d, batch, e.device)
+    programs = programs_of(d * d, batch, e.device)
     integers = (d * d, d, programs)
     lifted = active is not None
     tensors = (e, e if active is None else active, first, second)
     key = ("factors", specialization(tensors, integers), lifted, e.device)
-    arguments = (*tensors, *integers, lift, slope, lifted, _BLOCK)
-    launch(factors_kernel, key, batch * programs, arguments, _OPTIONS, e.device)
+    arguments = (*tensors, *integers, lift, slope, lifted, BLOCK)
+    launch(factors_kernel, key, batch * programs, arguments, OPTIONS, e.device)
     return first, second
 
 
@@ -87,8 +87,8 @@ def times(x: Tensor, scale: Tensor, out: Tensor) -> Tensor:
     count, rows, cols = out.shape[1:]
     batch, size = x.shape[0], rows * cols
     flat = rows == 1 or out.stride(2) == cols
-    programs = _programs(size, batch, x.device)
+    programs = programs_of(size, batch, x.device)
     integers = (size, cols, count, programs, *out.stride()[:3])
     key = ("times", specialization((x, scale, out), integers), flat, x.device)
-    launch(times_kernel, key, batch * programs, (x, scale, out, *integers, flat, _BLOCK), _OPTIONS, x.device)
+    launch(times_kernel, key, batch * programs, (x, scale, out, *integers, flat, BLOCK), OPTIONS, x.device)
     return out

@@ -8,7 +8,9 @@ rounding amplifies the difference.
 A tile twice as wide as high (or as high as wide) that the diagonal enters has one square below it and one above: only the
 square on the diagonal is computed, by programs that come last, so that two of them take the time of one whole tile.
 
-``beta C`` is where the sums start, not what is added at their end, when the registers hold a whole tile already.
+``beta C`` is where the sums of 16-bit results start, not what is added at their end, when the registers hold a whole tile
+already. To float32 results it is added at the end (``C_LAST``), by squares: tensor cores cut what they add to a sum to the
+sum's last bit, and started from ``C``, 2048 products lost 2e-5 of it, always towards zero.
 
 Two kernels with one rule of storing: loads and stores by pointers (any strides, any architecture), or by tensor
 descriptors (sm_90 and later: the copy engine). Addresses of batches and rows are 64-bit. ``alpha``, ``beta`` and the
@@ -39,18 +41,20 @@ def _dot(a, b, acc, UPCAST: tl.constexpr):
 
 
 @triton.jit
-def _corrected(alpha, beta, diagonal, correction_ptr, batch, CORRECTED: tl.constexpr):
-    """``alpha``, what ``C`` starts the sums with, and the diagonal of one matrix of the batch."""
+def _corrected(alpha, beta, diagonal, correction_ptr, batch, CORRECTED: tl.constexpr, C_LAST: tl.constexpr):
+    """``alpha``, the factor of ``C`` (in the sums, or after them), and the diagonal of one matrix of the batch."""
     if CORRECTED == 3:
+        tl.static_assert(C_LAST)
         t = tl.load(correction_ptr + 2 * batch)
-        # Zero says that the product is zero: then C has to come out as it was, and not from a quotient and a product.
-        alpha = tl.where(t == 0.0, 1.0, alpha * t * t)
-        beta = tl.load(correction_ptr + 2 * batch + 1) / alpha
+        alpha *= t * t
+        beta = tl.load(correction_ptr + 2 * batch + 1)
     elif CORRECTED > 0:
         t = tl.load(correction_ptr + batch)
         alpha *= t
         if CORRECTED == 1:
             diagonal *= t
+            if C_LAST:
+                beta *= t
         else:
             alpha *= t
     return alpha, beta, diagonal
@@ -72,10 +76,30 @@ def _diagonal_square(value, diagonal, dtype: tl.constexpr, SIDE: tl.constexpr):
 
 
 @triton.jit
-def _store_square_pointer(value, ptr, batch, batch_stride, row_stride, row, col, M, diagonal, SIDE: tl.constexpr):
+def _store_square_pointer(
+    value,
+    ptr,
+    c_ptr,
+    c_row,
+    beta,
+    batch,
+    batch_stride,
+    row_stride,
+    row,
+    col,
+    M,
+    diagonal,
+    C_LAST: tl.constexpr,
+    SIDE: tl.constexpr,
+):
+    """``c_ptr`` is that of the matrix, ``ptr`` of the batch."""
     i = tl.arange(0, SIDE)
     j = tl.arange(0, SIDE)
     dtype: tl.constexpr = ptr.dtype.element_ty
+    if C_LAST:  # noqa: SIM102 (a constant, and a branch of the program)
+        if row >= col:
+            c_ptrs = c_ptr + row.to(tl.int64) * c_row + col + (i[:, None] * c_row + j[None, :])
+            value += beta * tl.load(c_ptrs, mask=(row + i < M)[:, None] & (col + j < M)[None, :], other=0.0)
     if row > col:
         out = value.to(dtype)
         lower = _corner(ptr, batch, batch_stride, row, row_stride, col) + (i[:, None] * row_stride + j[None, :])
@@ -93,6 +117,9 @@ def _store_square_pointer(value, ptr, batch, batch_stride, row_stride, row, col,
 def _store_pointer(
     value,
     ptr,
+    c_ptr,
+    c_row,
+    beta,
     batch,
     batch_stride,
     row_stride,
@@ -100,20 +127,57 @@ def _store_pointer(
     col,
     M,
     diagonal,
+    C_LAST: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """A tile as one or two squares, each of them wholly below, on, or above the diagonal."""
     if BLOCK_M == BLOCK_N:
-        _store_square_pointer(value, ptr, batch, batch_stride, row_stride, row, col, M, diagonal, BLOCK_M)
+        _store_square_pointer(
+            value, ptr, c_ptr, c_row, beta, batch, batch_stride, row_stride, row, col, M, diagonal, C_LAST, BLOCK_M
+        )
     elif BLOCK_M < BLOCK_N:
         left, right = value.reshape(BLOCK_M, 2, BLOCK_M).permute(0, 2, 1).split()
-        _store_square_pointer(left, ptr, batch, batch_stride, row_stride, row, col, M, diagonal, BLOCK_M)
-        _store_square_pointer(right, ptr, batch, batch_stride, row_stride, row, col + BLOCK_M, M, diagonal, BLOCK_M)
+        _store_square_pointer(
+            left, ptr, c_ptr, c_row, beta, batch, batch_stride, row_stride, row, col, M, diagonal, C_LAST, BLOCK_M
+        )
+        _store_square_pointer(
+            right,
+            ptr,
+            c_ptr,
+            c_row,
+            beta,
+            batch,
+            batch_stride,
+            row_stride,
+            row,
+            col + BLOCK_M,
+            M,
+            diagonal,
+            C_LAST,
+            BLOCK_M,
+        )
     else:
         top, bottom = value.reshape(2, BLOCK_N, BLOCK_N).permute(1, 2, 0).split()
-        _store_square_pointer(top, ptr, batch, batch_stride, row_stride, row, col, M, diagonal, BLOCK_N)
-        _store_square_pointer(bottom, ptr, batch, batch_stride, row_stride, row + BLOCK_N, col, M, diagonal, BLOCK_N)
+        _store_square_pointer(
+            top, ptr, c_ptr, c_row, beta, batch, batch_stride, row_stride, row, col, M, diagonal, C_LAST, BLOCK_N
+        )
+        _store_square_pointer(
+            bottom,
+            ptr,
+            c_ptr,
+            c_row,
+            beta,
+            batch,
+            batch_stride,
+            row_stride,
+            row + BLOCK_N,
+            col,
+            M,
+            diagonal,
+            C_LAST,
+            BLOCK_N,
+        )
 
 
 @triton.jit
@@ -204,6 +268,7 @@ def symmetric_product_pointer_kernel(
     EVEN_K: tl.constexpr,
     UPCAST: tl.constexpr,
     CORRECTED: tl.constexpr,
+    C_LAST: tl.constexpr,
 ):
     # Without it the ends of the loops are merged across the branches, and the assembler serializes wgmma.
     tl.assume(K > 0)
@@ -212,30 +277,37 @@ def symmetric_product_pointer_kernel(
     tile = program % num_tiles
     row0 = tl.load(tiles_ptr + 2 * tile) * BLOCK_M
     col0 = tl.load(tiles_ptr + 2 * tile + 1) * BLOCK_N
-    alpha, beta, diagonal = _corrected(alpha, beta, diagonal, correction_ptr, batch, CORRECTED)
+    alpha, beta, diagonal = _corrected(alpha, beta, diagonal, correction_ptr, batch, CORRECTED, C_LAST)
     a_ptr += batch.to(tl.int64) * a_batch
     b_ptr += batch.to(tl.int64) * b_batch
     c_ptr += batch.to(tl.int64) * c_batch
     if BLOCK_M == BLOCK_N:
         acc = _sum_pointer(
             a_ptr, b_ptr, c_ptr, row0, col0, M, K, a_row, a_col, b_row, b_col, c_row, beta,
-            HAS_C, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, UPCAST,
+            HAS_C and not C_LAST, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, UPCAST,
         )  # fmt: skip
-        _store_pointer(alpha * acc, d_ptr, batch, d_batch, d_row, row0, col0, M, diagonal, BLOCK_M, BLOCK_N)
+        _store_pointer(
+            alpha * acc, d_ptr, c_ptr, c_row, beta, batch, d_batch, d_row, row0, col0, M, diagonal, C_LAST, BLOCK_M, BLOCK_N
+        )  # fmt: skip
     else:
         SIDE: tl.constexpr = min(BLOCK_M, BLOCK_N)
         if _only_diagonal_square(row0, col0, BLOCK_M, BLOCK_N):
             square = _sum_pointer(
                 a_ptr, b_ptr, c_ptr, col0, col0, M, K, a_row, a_col, b_row, b_col, c_row, beta,
-                HAS_C, SIDE, SIDE, BLOCK_K, EVEN_K, UPCAST,
+                HAS_C and not C_LAST, SIDE, SIDE, BLOCK_K, EVEN_K, UPCAST,
             )  # fmt: skip
-            _store_pointer(alpha * square, d_ptr, batch, d_batch, d_row, col0, col0, M, diagonal, SIDE, SIDE)
+            _store_pointer(
+                alpha * square, d_ptr, c_ptr, c_row, beta, batch, d_batch, d_row, col0, col0, M, diagonal, C_LAST, SIDE, SIDE
+            )  # fmt: skip
         else:
             acc = _sum_pointer(
                 a_ptr, b_ptr, c_ptr, row0, col0, M, K, a_row, a_col, b_row, b_col, c_row, beta,
-                HAS_C, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, UPCAST,
+                HAS_C and not C_LAST, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, UPCAST,
             )  # fmt: skip
-            _store_pointer(alpha * acc, d_ptr, batch, d_batch, d_row, row0, col0, M, diagonal, BLOCK_M, BLOCK_N)
+            _store_pointer(
+                alpha * acc, d_ptr, c_ptr, c_row, beta, batch, d_batch, d_row, row0, col0, M, diagonal, C_LAST,
+                BLOCK_M, BLOCK_N,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -249,7 +321,12 @@ def _load_block(desc, batch, row, k, TRANS: tl.constexpr, ROWS: tl.constexpr, BL
 
 
 @triton.jit
-def _store_square_descriptor(value, desc, batch, row, col, diagonal, SIDE: tl.constexpr):
+def _store_square_descriptor(
+    value, desc, c_desc, beta, batch, row, col, diagonal, C_LAST: tl.constexpr, SIDE: tl.constexpr
+):
+    if C_LAST:  # noqa: SIM102 (a constant, and a branch of the program)
+        if row >= col:
+            value += beta * c_desc.load([batch, row, col]).reshape(SIDE, SIDE)
     if row > col:
         out = value.to(desc.dtype)
         desc.store([batch, row, col], out.reshape(1, SIDE, SIDE))
@@ -260,18 +337,30 @@ def _store_square_descriptor(value, desc, batch, row, col, diagonal, SIDE: tl.co
 
 
 @triton.jit
-def _store_descriptor(value, desc, batch, row, col, diagonal, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def _store_descriptor(
+    value,
+    desc,
+    c_desc,
+    beta,
+    batch,
+    row,
+    col,
+    diagonal,
+    C_LAST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """As :func:`_store_pointer`; the copy engine cuts off what is past the end."""
     if BLOCK_M == BLOCK_N:
-        _store_square_descriptor(value, desc, batch, row, col, diagonal, BLOCK_M)
+        _store_square_descriptor(value, desc, c_desc, beta, batch, row, col, diagonal, C_LAST, BLOCK_M)
     elif BLOCK_M < BLOCK_N:
         left, right = value.reshape(BLOCK_M, 2, BLOCK_M).permute(0, 2, 1).split()
-        _store_square_descriptor(left, desc, batch, row, col, diagonal, BLOCK_M)
-        _store_square_descriptor(right, desc, batch, row, col + BLOCK_M, diagonal, BLOCK_M)
+        _store_square_descriptor(left, desc, c_desc, beta, batch, row, col, diagonal, C_LAST, BLOCK_M)
+        _store_square_descriptor(right, desc, c_desc, beta, batch, row, col + BLOCK_M, diagonal, C_LAST, BLOCK_M)
     else:
         top, bottom = value.reshape(2, BLOCK_N, BLOCK_N).permute(1, 2, 0).split()
-        _store_square_descriptor(top, desc, batch, row, col, diagonal, BLOCK_N)
-        _store_square_descriptor(bottom, desc, batch, row + BLOCK_N, col, diagonal, BLOCK_N)
+        _store_square_descriptor(top, desc, c_desc, beta, batch, row, col, diagonal, C_LAST, BLOCK_N)
+        _store_square_descriptor(bottom, desc, c_desc, beta, batch, row + BLOCK_N, col, diagonal, C_LAST, BLOCK_N)
 
 
 @triton.jit
@@ -333,6 +422,7 @@ def symmetric_product_descriptor_kernel(
     UPCAST: tl.constexpr,
     CORRECTED: tl.constexpr,
     DIAGONAL: tl.constexpr,
+    C_LAST: tl.constexpr,
 ):
     """``side_desc`` reads blocks of ``min(BLOCK_M, BLOCK_N)`` rows of the factor whose own blocks are longer. ``DIAGONAL``:
     1: square tiles on the diagonal have code of their own, which takes fewer registers; 2: and B is A, of which they, and the
@@ -344,15 +434,17 @@ def symmetric_product_descriptor_kernel(
     tile = program % num_tiles
     row0 = tl.load(tiles_ptr + 2 * tile) * BLOCK_M
     col0 = tl.load(tiles_ptr + 2 * tile + 1) * BLOCK_N
-    alpha, beta, diagonal = _corrected(alpha, beta, diagonal, correction_ptr, batch, CORRECTED)
+    alpha, beta, diagonal = _corrected(alpha, beta, diagonal, correction_ptr, batch, CORRECTED, C_LAST)
     if BLOCK_M == BLOCK_N:
-        acc = _start_descriptor(c_desc, batch, row0, col0, beta, HAS_C, BLOCK_M, BLOCK_N)
+        acc = _start_descriptor(c_desc, batch, row0, col0, beta, HAS_C and not C_LAST, BLOCK_M, BLOCK_N)
         if DIAGONAL > 0:
             if row0 == col0:
                 acc = _sum_descriptor(
                     a_desc, b_desc, acc, batch, row0, row0, K, TRANS, BLOCK_M, BLOCK_N, BLOCK_K, UPCAST, DIAGONAL == 2
                 )
-                _store_square_descriptor(alpha * acc, d_desc, batch, row0, row0, diagonal, BLOCK_M)
+                _store_square_descriptor(
+                    alpha * acc, d_desc, c_desc, beta, batch, row0, row0, diagonal, C_LAST, BLOCK_M
+                )
             else:
                 if SQUARE:
                     acc = _sum_descriptor(
@@ -362,23 +454,25 @@ def symmetric_product_descriptor_kernel(
                     acc = _sum_descriptor(
                         a_desc, b_desc, acc, batch, row0, col0, K, TRANS, BLOCK_M, BLOCK_N, BLOCK_K, UPCAST, False
                     )
-                _store_square_descriptor(alpha * acc, d_desc, batch, row0, col0, diagonal, BLOCK_M)
+                _store_square_descriptor(
+                    alpha * acc, d_desc, c_desc, beta, batch, row0, col0, diagonal, C_LAST, BLOCK_M
+                )
         elif SQUARE:  # B is A, and its tiles have the same shape
             acc = _sum_descriptor(
                 a_desc, a_desc, acc, batch, row0, col0, K, TRANS, BLOCK_M, BLOCK_N, BLOCK_K, UPCAST, False
             )
-            _store_descriptor(alpha * acc, d_desc, batch, row0, col0, diagonal, BLOCK_M, BLOCK_N)
+            _store_descriptor(alpha * acc, d_desc, c_desc, beta, batch, row0, col0, diagonal, C_LAST, BLOCK_M, BLOCK_N)
         else:
             acc = _sum_descriptor(
                 a_desc, b_desc, acc, batch, row0, col0, K, TRANS, BLOCK_M, BLOCK_N, BLOCK_K, UPCAST, False
             )
-            _store_descriptor(alpha * acc, d_desc, batch, row0, col0, diagonal, BLOCK_M, BLOCK_N)
+            _store_descriptor(alpha * acc, d_desc, c_desc, beta, batch, row0, col0, diagonal, C_LAST, BLOCK_M, BLOCK_N)
     else:
         SIDE: tl.constexpr = min(BLOCK_M, BLOCK_N)
         if _only_diagonal_square(row0, col0, BLOCK_M, BLOCK_N):
             square = tl.zeros((SIDE, SIDE), dtype=tl.float32)
-            if HAS_C:  # descriptors of C read whole tiles
-                c = _start_descriptor(c_desc, batch, row0, col0, beta, HAS_C, BLOCK_M, BLOCK_N)
+            if HAS_C and not C_LAST:  # descriptors of C read whole tiles
+                c = _start_descriptor(c_desc, batch, row0, col0, beta, HAS_C and not C_LAST, BLOCK_M, BLOCK_N)
                 if BLOCK_M < BLOCK_N:
                     square, _ = c.reshape(SIDE, 2, SIDE).permute(0, 2, 1).split()
                 else:
@@ -396,10 +490,10 @@ def symmetric_product_descriptor_kernel(
                     square = _sum_descriptor(
                         side_desc, b_desc, square, batch, col0, col0, K, TRANS, SIDE, SIDE, BLOCK_K, UPCAST, False
                     )
-            _store_square_descriptor(alpha * square, d_desc, batch, col0, col0, diagonal, SIDE)
+            _store_square_descriptor(alpha * square, d_desc, c_desc, beta, batch, col0, col0, diagonal, C_LAST, SIDE)
         else:
-            acc = _start_descriptor(c_desc, batch, row0, col0, beta, HAS_C, BLOCK_M, BLOCK_N)
+            acc = _start_descriptor(c_desc, batch, row0, col0, beta, HAS_C and not C_LAST, BLOCK_M, BLOCK_N)
             acc = _sum_descriptor(
                 a_desc, b_desc, acc, batch, row0, col0, K, TRANS, BLOCK_M, BLOCK_N, BLOCK_K, UPCAST, False
             )
-            _store_descriptor(alpha * acc, d_desc, batch, row0, col0, diagonal, BLOCK_M, BLOCK_N)
+            _store_descriptor(alpha * acc, d_desc, c_desc, beta, batch, row0, col0, diagonal, C_LAST, BLOCK_M, BLOCK_N)

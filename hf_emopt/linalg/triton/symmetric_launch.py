@@ -23,13 +23,15 @@ _LARGEST_OFFSET = 2**31 - 1
 
 
 class _Scalars(NamedTuple):
-    """``alpha (A B^T + start C) + diagonal I``, times powers of numbers in memory; see ``CORRECTED`` of the kernels."""
+    """``alpha (A B^T + beta C) + diagonal I``, or with ``last`` ``alpha A B^T + beta C + diagonal I``, times powers of
+    numbers in memory; see ``CORRECTED`` of the kernels."""
 
     alpha: float
-    start: float
+    beta: float
     diagonal: float
     correction: Tensor | None
     power: int
+    last: bool
 
 
 class _Form(NamedTuple):
@@ -96,8 +98,9 @@ def symmetric_product(
         ValueError: strides so long that a tile does not fit in 32-bit offsets, ``alpha`` 0 with a ``beta``, a ``c`` with
             ``power=2``, or none with ``power=3``.
     """
-    if alpha == 0.0 and c is not None and beta != 0.0:
-        raise ValueError("alpha must not be 0 with beta C: sums start from beta / alpha C")
+    last = c is not None and out.dtype == torch.float32
+    if alpha == 0.0 and c is not None and beta != 0.0 and not last:
+        raise ValueError("alpha must not be 0 with beta C of 16 bits: sums start from beta / alpha C")
     if correction is not None and power == 2 and c is not None:
         raise ValueError("a correction with power=2 belongs to alpha alone: leave out c")
     if correction is not None and power == 3 and (c is None or correction.ndim != 2):
@@ -117,9 +120,8 @@ def symmetric_product(
         return out
     others = (out,) if c is None else (c, out)
     form = _Form(trans, diagonal=0 if "diagonal" not in chosen else 2 if _same(a, b) else 1)
-    # Sums start from C.
-    start = beta / alpha if beta else 0.0
-    scalars = _Scalars(alpha, start, diagonal, correction, power)
+    # Sums start from C, or end with it.
+    scalars = _Scalars(alpha, beta if last else beta / alpha if beta else 0.0, diagonal, correction, power, last)
     if config.descriptors and all(describable(x) for x in (*inputs, *others)):
         _launch_descriptors(inputs, c, out, scalars, config, form)
     else:
@@ -186,7 +188,7 @@ def _launch_descriptors(
         factor(a, block_m),
         None if same else factor(b, block_n),
         None if block_m == block_n else factor(longer, side),
-        None if c is None else descriptor(c, block_m, block_n),
+        None if c is None else descriptor(c, *((side, side) if scalars.last else (block_m, block_n))),
         descriptor(out, side, side),
         scalars.correction,
         tiles,
@@ -202,6 +204,7 @@ def _launch_descriptors(
         interpreting(),
         scalars.power,
         form.diagonal,
+        scalars.last,
     )
     special = (k % 16 == 0, k == 1, _special(scalars))
     key = ("descriptors", config, a.dtype, out.dtype, c is None, same, form, special, a.device)
@@ -252,6 +255,7 @@ def _launch_pointers(
         k % config.block_k == 0,
         interpreting(),
         scalars.power,
+        scalars.last,
     )
     special = (specialization((a, b, c_like, out), integers), _special(scalars))
     key = ("pointers", config, c is None, k % config.block_k == 0, special, a.device)

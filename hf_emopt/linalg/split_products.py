@@ -1,0 +1,87 @@
+"""Symmetric products of 22 bits from 16-bit units: ``A = A_1 + 2^-11 A_2`` in float16, and three products.
+
+``A_1 B_1 + 2^-11 (A_1 B_2 + A_2 B_1)``; what is left out is of the size of float32's rounding. The mixed products are not
+symmetric, their sum is.
+
+Sums start at zero and ``C`` is added to them in float32, once. The units of a GPU cut what they add to a sum to the sum's
+last bit: started from ``C``, a sum of 2048 products lost 2e-5 of ``C``, always towards zero.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from hf_emopt.linalg.precision import multiply_16
+from hf_emopt.linalg.symmetric import kernels_pay
+from hf_emopt.linalg.triton import split_launch
+
+__all__ = ["Parts", "joined", "split", "split_product"]
+
+_LOW = 2.0**-11
+
+Parts: TypeAlias = "tuple[Tensor, Tensor]"
+"""``A_1`` and ``A_2``, ``(N, d, d)`` float16."""
+
+
+def split(a: Tensor, *, scale: float = 1.0, diagonal: float = 0.0) -> Parts:
+    """Parts of ``scale A + diagonal I`` for ``(N, d, d)`` float32. The low ones are held 2^11 times as large, out of the
+    subnormal numbers of float16."""
+    if kernels_pay(a.device) and a.is_contiguous():
+        return split_launch.split(a, scale, diagonal)
+    value = a * scale
+    value.diagonal(dim1=-2, dim2=-1).add_(diagonal)
+    high = value.half()
+    return high, ((value - high) * (1.0 / _LOW)).half()
+
+
+def joined(a: Parts) -> Tensor:
+    """``A_1 + 2^-11 A_2`` in float32."""
+    return torch.add(a[0].float(), a[1], alpha=_LOW)
+
+
+def split_product(
+    a: Parts,
+    b: Parts,
+    *,
+    alpha: float = 1.0,
+    c: Tensor | Parts | None = None,
+    beta: float = 0.0,
+    diagonal: float = 0.0,
+    active: Tensor | None = None,
+    wide: bool = False,
+    wide_diagonal: float = 0.0,
+    out: Tensor | None = None,
+    parts: bool = False,
+) -> tuple[Tensor | None, Parts | None]:
+    """``V = alpha A B + beta C + diagonal I`` of symmetric matrices that commute, symmetric bit for bit.
+
+    Args:
+        c: ``(N, d, d)`` float32, symmetric, or in parts.
+        active: ``(N,)`` bool; ``V`` is zero in the other blocks.
+        wide: give ``V + wide_diagonal I`` in float32. ``out`` takes it, and may be ``c``.
+        parts: give the parts of ``V``.
+
+    Returns:
+        What was asked for, and ``None`` for what was not.
+    """
+    wide = wide or out is not None
+    if kernels_pay(a[0].device) and split_launch.takes(*a, *b, *(x for x in (c, out) if isinstance(x, Tensor))):
+        return split_launch.split_product(
+            a, b, alpha, c, beta, diagonal, active, wide, wide_diagonal, out, parts
+        )  # fmt: skip
+    mixed = multiply_16(a[0], b[1]).add_(multiply_16(a[1], b[0]))
+    value = multiply_16(a[0], b[0]).add_(mixed, alpha=_LOW).mul_(alpha)
+    if c is not None:
+        value.add_(c if isinstance(c, Tensor) else joined(c), alpha=beta)
+    value.diagonal(dim1=-2, dim2=-1).add_(diagonal)
+    value = value.tril().add_(value.tril(-1).mT)
+    if active is not None:
+        value.mul_(active.to(value.dtype).view(-1, 1, 1))
+    low = split(value) if parts else None
+    if not wide:
+        return None, low
+    value.diagonal(dim1=-2, dim2=-1).add_(wide_diagonal)
+    return (value if out is None else out.copy_(value)), low

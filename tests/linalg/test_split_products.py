@@ -1,0 +1,102 @@
+"""Products of split factors, by torch and in Triton's interpreter (in a process of its own)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from interpreted import INTERPRETING, run_in_interpreter
+from torch import Tensor
+
+from hf_emopt.linalg import split_products
+from hf_emopt.linalg.split_products import joined, split, split_product
+from hf_emopt.linalg.triton import split_launch
+
+
+def commuting(d: int, batch: int = 2) -> tuple[Tensor, Tensor]:
+    """Symmetric matrices of one basis, in float64, of size one."""
+    torch.manual_seed(d)
+    q = torch.linalg.qr(torch.randn(batch, d, d, dtype=torch.float64)).Q
+    spectra = torch.rand(2, batch, 1, d, dtype=torch.float64)
+    a, b = ((q * s) @ q.mT for s in spectra)
+    return a, b
+
+
+@pytest.mark.parametrize("arguments", [{}, {"scale": 0.25}, {"diagonal": 1.0}])
+def test_parts_hold_22_bits(arguments: dict[str, float]) -> None:
+    a = commuting(40)[0].float()
+    a[0] *= 1e-3
+    wanted = a.double() * arguments.get("scale", 1.0) + arguments.get("diagonal", 0.0) * torch.eye(40)
+    high, low = split(a, **arguments)
+    assert high.dtype == low.dtype == torch.float16
+    assert ((joined((high, low)).double() - wanted).abs() <= 2.0**-22 * wanted.abs() + 2.0**-35).all()
+
+
+@pytest.mark.parametrize("c", [None, "float32", "parts"])
+def test_products(c: str | None) -> None:
+    """To float32's rounding, where single factors have errors of 2e-4; with all that goes in and out at once."""
+    a, b = commuting(72)
+    active = torch.tensor([True, False])
+    factors = split(a.float()), split(b.float())
+    added = None if c is None else a.float() if c == "float32" else split(a.float())
+    terms = {"alpha": 0.5, "c": added, "beta": 2.0 if c else 0.0, "diagonal": -0.75}
+    wide, parts = split_product(*factors, active=active, wide=True, wide_diagonal=3.0, parts=True, **terms)
+    exact = 0.5 * a @ b + (2.0 * a if c else 0.0) - 0.75 * torch.eye(72)
+    exact[1] = 0
+    assert wide is not None
+    assert parts is not None
+    torch.testing.assert_close(joined(parts).double(), exact, rtol=0, atol=2e-6)
+    torch.testing.assert_close(wide.double(), exact + 3.0 * torch.eye(72), rtol=0, atol=2e-6)
+    for matrix in (wide, *parts):
+        assert torch.equal(matrix, matrix.mT)
+    # Into C itself.
+    c32 = a.float()
+    assert split_product(*factors, c=c32, beta=1.0, out=c32)[0] is c32
+    torch.testing.assert_close(c32.double(), a + a @ b, rtol=0, atol=2e-6)
+
+
+if not INTERPRETING:
+
+    def test_split_products_in_the_interpreter() -> None:
+        run_in_interpreter(__file__)
+
+
+if INTERPRETING:
+
+    @pytest.mark.parametrize("d", [32, 40, 72])
+    @pytest.mark.parametrize("c", [None, "float32", "parts"])
+    def test_kernel(d: int, c: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Integers and their low parts: sums are exact in any order."""
+        torch.manual_seed(0)
+        x = torch.randint(-3, 4, (4, 3, d, d)).float()
+        a1, a2, b1, b2 = (x + x.mT).half()
+        b1, b2 = a1.clone(), a2.clone()  # commute
+        added = None if c is None else (a1.float() if c == "float32" else (a1, a2))
+        terms = {"alpha": 0.5, "c": added, "beta": 0.25 if c else 0.0, "diagonal": 0.5}
+        terms["active"] = torch.tensor([True, False, True])
+
+        def run() -> list[Tensor]:
+            wide, parts = split_product((a1, a2), (b1, b2), wide=True, wide_diagonal=-1.0, parts=True, **terms)
+            assert wide is not None
+            assert parts is not None
+            return [wide, *parts]
+
+        launches = []
+        kernel = split_launch.split_product
+
+        def counted(*arguments: object) -> object:
+            launches.append(arguments)
+            return kernel(*arguments)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(split_products.split_launch, "split_product", counted)
+        found = run()
+        assert len(launches) == 1
+        monkeypatch.setattr(split_products, "kernels_pay", lambda device: False)
+        for one, other in zip(found, run()):
+            assert torch.equal(one, other)
+
+    def test_parts_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+        a = commuting(70)[0].float()
+        found = split(a, scale=0.5, diagonal=1.0)
+        monkeypatch.setattr(split_products, "kernels_pay", lambda device: False)
+        for one, other in zip(found, split(a, scale=0.5, diagonal=1.0)):
+            assert torch.equal(one, other)
