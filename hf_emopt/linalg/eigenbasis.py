@@ -25,6 +25,8 @@ from hf_emopt.linalg.batches import (
     spectral_bound,
 )
 from hf_emopt.linalg.precision import Precision, check_precision, matmul_precision, product, unit_roundoff
+from hf_emopt.linalg.split_products import split as split_parts
+from hf_emopt.linalg.split_products import split_product
 
 __all__ = ["EigenbasisRefresh", "RefreshMethod", "eigenbasis", "eigendecomposition", "refresh_eigenbasis"]
 
@@ -33,6 +35,8 @@ RefreshMethod: TypeAlias = Literal["orthogonal_iteration", "qr", "eigh", "first_
 # Eigenvalues below this many unit roundoffs of the largest are noise in A Q; see _shift. Of float32's and float64's own
 # roundoff four times as many, since the sums are rounded as well.
 _NOISE = 16
+# Of split factors.
+_SPLIT_ROUNDOFF = 2.0**-22
 # Norm of the generator of one first-order rotation: its second-order exponential is then orthogonal to 0.35^4 / 4 = 4e-3
 # and to 1e-5 after one Newton-Schulz step.
 _MAX_ROTATION = 0.35
@@ -325,16 +329,16 @@ def _orthogonal_iteration(basis: _Basis, shift: Tensor, precision: Precision) ->
     anywhere its condition is but the root of that of ``A + s I``. Its factor then comes from Cholesky-QR.
     """
     split = _at_least_split(precision)
-    b = product(basis.q.mT, basis.image, precision)
+    b = _symmetric_product(basis.q, basis.image, precision)
     b.diagonal(dim1=-2, dim2=-1).add_(shift.squeeze(-1))
     # Of b the factorization reads the lower triangle alone, so rounding that is not symmetric does no harm. Without the
     # host: a block that is not positive definite comes out as no basis, and is found as such by the caller.
     x = torch.linalg.cholesky_ex(b).L
     x = x / torch.linalg.vector_norm(x, dim=-2, keepdim=True)
-    gram = product(x.mT, x, split)
+    gram = _symmetric_product(x, x, precision)
     # Shifted Cholesky-QR (Fukaya et al. 2020) bears a numerically singular Gram matrix. The Newton-Schulz step removes
     # the error, of the size of the shift, again.
-    gram.diagonal(dim1=-2, dim2=-1).add_(math.sqrt(x.shape[-1]) * unit_roundoff(x.dtype, split))
+    gram.diagonal(dim1=-2, dim2=-1).add_(math.sqrt(x.shape[-1]) * _gram_roundoff(x.dtype, precision))
     upper = torch.linalg.cholesky_ex(gram).L.mT
     rotation = torch.linalg.solve_triangular(upper, x, upper=True, left=False)
     return _orthonormalize(product(basis.q, rotation, split), precision)
@@ -344,17 +348,36 @@ def _at_least_split(precision: Precision) -> Precision:
     return "highest" if precision == "highest" else "bf16x3"
 
 
+def _symmetric_product(a: Tensor, b: Tensor, precision: Precision) -> Tensor:
+    """``A^T B`` that is symmetric, to 22 bits where the precision is not ``highest``: far from the eigenbasis, the Gram
+    matrix of an iteration has the condition of ``A``, and the 16 bits of bf16x3 leave no orthonormal basis."""
+    if precision == "highest" or a.dtype == torch.float64:
+        return product(a.mT, b, "highest")
+    parts = split_parts(a)
+    value, _ = split_product(parts, parts if b is a else split_parts(b), wide=True, trans=True)
+    assert value is not None
+    return value
+
+
+def _gram_roundoff(dtype: torch.dtype, precision: Precision) -> float:
+    exact = unit_roundoff(dtype, "highest")
+    return exact if precision == "highest" else max(exact, _SPLIT_ROUNDOFF)
+
+
 def _orthonormalize(x: Tensor, precision: Precision) -> Tensor:
     """Newton-Schulz steps ``X (3 I - X^T X) / 2``, each of which makes ``3/4 E^2`` of an orthogonality error ``E``: one in
     float32, three in float64. In place of a second Cholesky pass, since a product is cheaper than a factorisation on a
-    GPU. What remains is the error of ``X^T X``, which is therefore exact; the correction is small, and need not be."""
+    GPU. What remains is the error of ``X^T X``, which has 22 bits at least; the correction is small, and 11 bits of it do."""
     for _ in range(1 if x.dtype == torch.float32 else 3):
-        with matmul_precision("highest"):
-            error = torch.baddbmm(eye_like(x), x.mT, x, alpha=-1.0)
-            if precision == "highest" or x.dtype == torch.float64:
+        if precision == "highest" or x.dtype == torch.float64:
+            with matmul_precision("highest"):
+                error = torch.baddbmm(eye_like(x), x.mT, x, alpha=-1.0)
                 x = torch.baddbmm(x, x, error, alpha=0.5)
-                continue
-        x = torch.add(x, product(x, error, _at_least_split(precision)), alpha=0.5)
+            continue
+        parts = split_parts(x)
+        deviation, _ = split_product(parts, parts, alpha=-1.0, diagonal=1.0, wide=True, trans=True)
+        assert deviation is not None
+        x = torch.add(x, product(x, deviation, "fp16"), alpha=0.5)
     return x
 
 
@@ -363,7 +386,7 @@ def _orthonormalize(x: Tensor, precision: Precision) -> Tensor:
 
 def _first_order(a: Tensor, basis: _Basis, shift: Tensor, precision: Precision) -> Tensor:
     """``Q exp(S)`` to second order in the antisymmetric ``S``, then Newton-Schulz steps."""
-    b = product(basis.q.mT, basis.image, precision)
+    b = _symmetric_product(basis.q, basis.image, precision)
     s = _rotation_generator(0.5 * (b + b.mT), basis.eigenvalues, shift, spectral_bound(a))
     turn = product(basis.q, s, precision)
     x = basis.q + turn + 0.5 * product(turn, s, precision)

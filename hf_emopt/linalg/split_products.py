@@ -55,10 +55,12 @@ def split_product(
     wide_diagonal: float = 0.0,
     out: Tensor | None = None,
     parts: bool = False,
+    trans: bool = False,
 ) -> tuple[Tensor | None, Parts | None]:
     """``V = alpha A B + beta C + diagonal I`` of symmetric matrices that commute, symmetric bit for bit.
 
     Args:
+        trans: ``A^T B`` of any two instead, of which the caller knows that it is symmetric.
         c: ``(N, d, d)`` float32, symmetric, or in parts.
         active: ``(N,)`` bool; ``V`` is zero in the other blocks.
         wide: give ``V + wide_diagonal I`` in float32. ``out`` takes it, and may be ``c``.
@@ -70,8 +72,10 @@ def split_product(
     wide = wide or out is not None
     if kernels_pay(a[0].device) and split_launch.takes(*a, *b, *(x for x in (c, out) if isinstance(x, Tensor))):
         return split_launch.split_product(
-            a, b, alpha, c, beta, diagonal, active, wide, wide_diagonal, out, parts
+            a, b, alpha, c, beta, diagonal, active, wide, wide_diagonal, out, parts, trans
         )  # fmt: skip
+    if trans:
+        a = a[0].mT, a[1].mT
     mixed = multiply_16(a[0], b[1]).add_(multiply_16(a[1], b[0]))
     value = multiply_16(a[0], b[0]).add_(mixed, alpha=_LOW).mul_(alpha)
     if c is not None:

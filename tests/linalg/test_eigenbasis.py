@@ -95,6 +95,24 @@ def test_estimates_are_those_of_the_result(method: str) -> None:
     torch.testing.assert_close(result.off_diagonal, off_diagonal(a, result.q), rtol=1e-6, atol=1e-14)
 
 
+@pytest.mark.parametrize("precision", ["highest", "bf16x3", "tf32_emulated"])
+@pytest.mark.parametrize("decay", [1, 3])
+def test_a_far_basis_needs_no_fallback(decay: int, precision: str) -> None:
+    """The second refresh of a run: five gradients that have nothing in common with the first, whose basis it is."""
+    generator = torch.Generator().manual_seed(0)
+    spectrum = torch.arange(1, 193).float() ** -decay
+
+    def square() -> torch.Tensor:
+        q = torch.linalg.qr(torch.randn(192, 192, generator=generator)).Q
+        return (q * spectrum.square()) @ q.mT
+
+    first, later = square(), sum(square() for _ in range(5))
+    a = (first + later)[None]
+    result = refresh_eigenbasis(0.5 * (a + a.mT), eigenbasis(first[None]), precision=precision, fallback=False)
+    assert not result.failed.any()
+    assert result.orthogonality.max() < 2e-6
+
+
 @pytest.mark.parametrize("method", ["orthogonal_iteration", "qr"])
 def test_one_iteration_is_qr_of_a_q(method: str) -> None:
     """Both have the column spaces of Householder QR, one column after the other (signs aside)."""

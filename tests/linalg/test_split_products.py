@@ -48,6 +48,11 @@ def test_products(c: str | None) -> None:
     torch.testing.assert_close(wide.double(), exact + 3.0 * torch.eye(72), rtol=0, atol=2e-6)
     for matrix in (wide, *parts):
         assert torch.equal(matrix, matrix.mT)
+    # Of matrices that are not symmetric, with a product that is.
+    x = torch.linalg.qr(torch.randn(2, 72, 72, dtype=torch.float64)).Q
+    turned = split(x.float()), split((a @ x).float())
+    wide, _ = split_product(*turned, wide=True, trans=True, alpha=-1.0, diagonal=1.0)
+    torch.testing.assert_close(wide, (torch.eye(72) - x.mT @ a @ x).float(), rtol=0, atol=2e-6)
     # Into C itself.
     c32 = a.float()
     assert split_product(*factors, c=c32, beta=1.0, out=c32)[0] is c32
@@ -64,15 +69,20 @@ if INTERPRETING:
 
     @pytest.mark.parametrize("d", [32, 40, 72])
     @pytest.mark.parametrize("c", [None, "float32", "parts"])
-    def test_kernel(d: int, c: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize("trans", [False, True])
+    def test_kernel(d: int, c: str | None, trans: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         """Integers and their low parts: sums are exact in any order."""
         torch.manual_seed(0)
         x = torch.randint(-3, 4, (4, 3, d, d)).float()
         a1, a2, b1, b2 = (x + x.mT).half()
         b1, b2 = a1.clone(), a2.clone()  # commute
-        added = None if c is None else (a1.float() if c == "float32" else (a1, a2))
+        if trans:  # by columns in another order, which no product sees
+            order = torch.randperm(d)
+            a1, a2, b1, b2 = (x[:, order] for x in (a1, a2, b1, b2))
+        square = (x[0] + x[0].mT).half()
+        added = None if c is None else (square.float() if c == "float32" else (square, square.clone()))
         terms = {"alpha": 0.5, "c": added, "beta": 0.25 if c else 0.0, "diagonal": 0.5}
-        terms["active"] = torch.tensor([True, False, True])
+        terms |= {"active": torch.tensor([True, False, True]), "trans": trans}
 
         def run() -> list[Tensor]:
             wide, parts = split_product((a1, a2), (b1, b2), wide=True, wide_diagonal=-1.0, parts=True, **terms)

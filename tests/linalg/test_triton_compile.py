@@ -120,13 +120,20 @@ def test_float32_results(config: Config, trans: bool, corrected: int, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("c", "active", "wide", "parts"),
-    [(0, True, False, True), (0, True, True, True), (0, False, True, False), (1, False, False, True)],
+    ("c", "active", "wide", "parts", "trans"),
+    [
+        (0, True, False, True, False),
+        (0, True, True, True, False),
+        (0, False, True, False, False),
+        (1, False, False, True, False),
+        (-1, False, True, False, True),
+    ],
 )
-def test_split_products(c: int, active: bool, wide: bool, parts: bool, tmp_path: Path) -> None:
-    """The four that a step of a coupled iteration takes."""
+def test_split_products(c: int, active: bool, wide: bool, parts: bool, trans: bool, tmp_path: Path) -> None:
+    """The four that a step of a coupled iteration takes, and that of a basis."""
     side, block_k = split_launch._SIDE, split_launch._BLOCK_K
-    factor, square = f"tensordesc<fp16[1,{side},{block_k}]>", f"tensordesc<fp16[1,{side},{side}]>"
+    factor = f"tensordesc<fp16[1,{block_k},{side}]>" if trans else f"tensordesc<fp16[1,{side},{block_k}]>"
+    square = f"tensordesc<fp16[1,{side},{side}]>"
     wide_square = square.replace("fp16", "fp32")
     types = {
         **dict.fromkeys(["a1_desc", "a2_desc", "b1_desc", "b2_desc"], factor),
@@ -137,10 +144,10 @@ def test_split_products(c: int, active: bool, wide: bool, parts: bool, tmp_path:
         "tiles_ptr": "*i32",
         **dict.fromkeys(["alpha", "beta", "diagonal", "wide_diagonal"], "fp32"),
     }
-    absent = ["c2_desc"] * (c == 0) + ["active_ptr"] * (not active) + ["out_desc"] * (not wide)
+    absent = ["c_desc"] * (c < 0) + ["c2_desc"] * (c < 1) + ["active_ptr"] * (not active) + ["out_desc"] * (not wide)
     absent += ["high_desc", "low_desc"] * (not parts)
     constants = {"C_PARTS": c, "ACTIVE": active, "WIDE": wide, "PARTS": parts, "LOW": 2.0**-11, "SIDE": side}
-    constants |= {"BLOCK_K": block_k, "UPCAST": False, **dict.fromkeys(absent)}
+    constants |= {"TRANS": trans, "BLOCK_K": block_k, "UPCAST": False, **dict.fromkeys(absent)}
     kernel = compiled(split_kernels.split_product_kernel, types, constants, 90, 8, 3)
     assert "wgmma.mma_async" in kernel.asm["ptx"]
     assert spilled_bytes(kernel, tmp_path) == 0

@@ -42,6 +42,16 @@ def _load(desc, batch, row, col, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 
 @triton.jit
+def _factor(desc, batch, row, k, TRANS: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """``(ROWS, BLOCK_K)`` of a factor, or of its transpose."""
+    if TRANS:
+        block = tl.trans(_load(desc, batch, k, row, BLOCK_K, ROWS))
+    else:
+        block = _load(desc, batch, row, k, ROWS, BLOCK_K)
+    return block
+
+
+@triton.jit
 def _store(desc, batch, row, col, value, SIDE: tl.constexpr):
     """A square below the diagonal or on it, and its mirror image."""
     desc.store([batch, row, col], value.reshape(1, SIDE, SIDE))
@@ -72,13 +82,15 @@ def split_product_kernel(
     ACTIVE: tl.constexpr,
     WIDE: tl.constexpr,
     PARTS: tl.constexpr,
+    TRANS: tl.constexpr,
     LOW: tl.constexpr,
     SIDE: tl.constexpr,
     BLOCK_K: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     """``V = alpha A B + beta C + diagonal I`` as ``V + wide_diagonal I`` in float32 (``WIDE``) and in parts (``PARTS``).
-    ``C_PARTS``: -1 for no C, 0 for one in float32, 1 for one in parts."""
+    ``C_PARTS``: -1 for no C, 0 for one in float32, 1 for one in parts. ``TRANS``: ``A^T B``, of any two whose product is
+    symmetric, instead of ``A B^T``."""
     tl.assume(K > 0)
     program = tl.program_id(0)
     batch = program // num_tiles
@@ -88,10 +100,10 @@ def split_product_kernel(
     value = tl.zeros((SIDE, SIDE), dtype=tl.float32)
     mixed = tl.zeros((SIDE, SIDE), dtype=tl.float32)
     for k in range(0, K, BLOCK_K):
-        a1 = _load(a1_desc, batch, row, k, SIDE, BLOCK_K)
-        b1 = _load(b1_desc, batch, col, k, SIDE, BLOCK_K)
-        a2 = _load(a2_desc, batch, row, k, SIDE, BLOCK_K)
-        b2 = _load(b2_desc, batch, col, k, SIDE, BLOCK_K)
+        a1 = _factor(a1_desc, batch, row, k, TRANS, SIDE, BLOCK_K)
+        b1 = _factor(b1_desc, batch, col, k, TRANS, SIDE, BLOCK_K)
+        a2 = _factor(a2_desc, batch, row, k, TRANS, SIDE, BLOCK_K)
+        b2 = _factor(b2_desc, batch, col, k, TRANS, SIDE, BLOCK_K)
         value = _dot(a1, b1.T, value, UPCAST)
         mixed = _dot(a1, b2.T, mixed, UPCAST)
         mixed = _dot(a2, b1.T, mixed, UPCAST)

@@ -57,6 +57,7 @@ def split_product(
     wide_diagonal: float,
     out: Tensor | None,
     parts: bool,
+    trans: bool = False,
 ) -> tuple[Tensor | None, _Parts | None]:
     """See :func:`hf_emopt.linalg.split_products.split_product`; of matrices which :func:`takes`."""
     from hf_emopt.linalg.triton.split_kernels import split_product_kernel as kernel
@@ -74,7 +75,7 @@ def split_product(
 
     added = (c, None) if isinstance(c, Tensor) or c is None else c
     arguments = (
-        *(descriptor(x, side, block_k) for x in (*a, *b)),
+        *(descriptor(x, *((block_k, side) if trans else (side, block_k))) for x in (*a, *b)),
         *(square(x) for x in added),
         square(out),
         *((None, None) if new is None else (square(x) for x in new)),
@@ -90,6 +91,7 @@ def split_product(
         active is not None,
         wide,
         parts,
+        trans,
         _LOW,
         side,
         block_k,
@@ -97,7 +99,7 @@ def split_product(
     )
     key = (
         "split product",
-        arguments[17:21],
+        arguments[17:22],
         d % 16 == 0,
         d == 1,
         active is None or active.data_ptr() % 16,
