@@ -67,24 +67,34 @@ class Passes:
         )
 
     def possible(self, runs: Runs | None) -> bool:
-        """Whether :meth:`momentum` can do it, if the targets are of one dtype and contiguous."""
-        if runs is None or not self.parts or self.rule.momentum_form(self.group) is None:
+        """Whether :meth:`fill` can do it, if the targets are of one dtype and contiguous."""
+        if runs is None or not self.parts:
             return False
         device = self.parts[0].weight.device
+        if not runs_work(device) or not fits([p.grad for p in self.parts], device):
+            return False
+        if self.rule.passes_gradients(self.group):
+            return True
+        if self.rule.momentum_form(self.group) is None:
+            return False
         buffers = [p.state["momentum_buffer"] for p in self.parts]
-        wide = buffers[0].dtype is torch.float32
-        return runs_work(device) and wide and fits([p.grad for p in self.parts], device) and fits(buffers, device)
+        return buffers[0].dtype is torch.float32 and fits(buffers, device)
 
-    def momentum(self, runs: Runs | None, targets: Sequence[Tensor]) -> bool:
-        """Momentum, where it is :meth:`possible`, with the result on the right of ``runs``.
+    def fill(self, runs: Runs | None, targets: Sequence[Tensor]) -> bool:
+        """Accumulates, where it is :meth:`possible`, with the result on the right of ``runs``.
 
         ``False``, and nothing done, where the targets are of several dtypes.
         """
-        form = self.rule.momentum_form(self.group)
-        if runs is None or form is None or not fits(targets, self.parts[0].weight.device):
+        if runs is None or not fits(targets, self.parts[0].weight.device):
             return False
-        buffers = [p.state["momentum_buffer"] for p in self.parts]
-        runs.momentum([p.grad for p in self.parts], buffers, targets, *form, self.ok)
+        grads = [p.grad for p in self.parts]
+        if self.rule.passes_gradients(self.group):
+            runs.to_right(grads, targets, ok=self.ok)
+            return True
+        form = self.rule.momentum_form(self.group)
+        if form is None:
+            return False
+        runs.momentum(grads, [p.state["momentum_buffer"] for p in self.parts], targets, *form, self.ok)
         return True
 
     def send(self, exchange: Exchange) -> Arrival:
@@ -92,7 +102,7 @@ class Passes:
         runs = exchange.runs("sent", [p.weight for p in self.parts])
         if self.possible(runs):
             buffer = exchange.room("sent")
-            if self.momentum(runs, [buffer]):
+            if self.fill(runs, [buffer]):
                 return exchange.send_packed(buffer)
         return exchange.send(self.messages())
 

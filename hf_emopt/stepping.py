@@ -107,7 +107,7 @@ def step_bucket(engine: Engine, index: int, bucket: Bucket, present: Sequence[in
             shard = grid.shard if sharded else None
             homes = engine.kept("homes", index, present, lambda: _homes(bucket, roster, shard, parts))
             targets = transform.make_room(params[0]) if passes.possible(homes) else []
-            if targets and passes.momentum(homes, targets):
+            if targets and passes.fill(homes, targets):
                 stacked = transform.filled(targets)
             else:
                 messages = passes.messages()

@@ -130,10 +130,17 @@ class Runs:
         prepared = self._prepared((grads, buffers), (outs,), outs[0].device)
         launch_momentum(prepared, grads, buffers, outs, momentum, nesterov, ok)
 
-    def to_right(self, left: Sequence[Tensor], right: Sequence[Tensor], scales: Sequence[float] | None = None) -> None:
-        """Copies with a cast, times one float32 scale for each left tensor if given."""
+    def to_right(
+        self,
+        left: Sequence[Tensor],
+        right: Sequence[Tensor],
+        scales: Sequence[float] | None = None,
+        ok: Tensor | None = None,
+    ) -> None:
+        """Copies with a cast, times one float32 scale for each left tensor if given; zeros where ``ok``, a scalar bool on the
+        device, is ``False``, whatever is on the left."""
         if len(self):
-            self._copy(self._prepared((left,), (right,), right[0].device), left, right, scales, self._left_part)
+            self._copy(self._prepared((left,), (right,), right[0].device), left, right, scales, self._left_part, ok)
 
     def to_left(self, right: Sequence[Tensor], left: Sequence[Tensor], scales: Sequence[float] | None = None) -> None:
         """Copies with a cast, times one float32 scale for each right tensor if given."""
@@ -179,11 +186,12 @@ class Runs:
         target: Sequence[Tensor],
         scales: Sequence[float] | None,
         which: np.ndarray,
+        ok: Tensor | None = None,
     ) -> None:
         from hf_emopt.linalg.triton.run_launch import launch_copy
 
         factors = None if scales is None else self._scale_table(scales, which, target[0].device)
-        launch_copy(prepared, source, target, factors)
+        launch_copy(prepared, source, target, factors, ok)
 
     # ------------------------------------------------------------------ tables
 

@@ -178,6 +178,11 @@ class MatrixRule(ABC):
         """
         return None
 
+    def passes_gradients(self, group: Group) -> bool:
+        """Whether :meth:`accumulate` has no state and returns the gradients, or zeros where the step does not count: then one
+        pass over many tensors may take its place."""
+        return False
+
     def defers_scale(self, group: Group) -> bool:
         """Whether :meth:`transform_unscaled` saves a pass, and reads 16-bit numbers as well as wide ones."""
         return False

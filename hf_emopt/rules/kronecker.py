@@ -99,6 +99,9 @@ class KroneckerRule(RefreshingRule):
         flat = torch.cat([g.reshape(-1) for g in wide]).masked_fill_(~ok, 0.0)
         return [part.view(g.shape) for part, g in zip(flat.split([g.numel() for g in wide]), wide)]
 
+    def passes_gradients(self, group: Group) -> bool:
+        return not (group["weight_decay_type"] == "l2" and group["weight_decay"])
+
     def blocks(self, x: Tensor, state: dict[str, Tensor], group: Group) -> list[BlockState]:
         """The classes of blocks of a batch ``(N, ...)``."""
         blocks, first_piece = [], 0

@@ -21,6 +21,7 @@ if INTERPRETING:
     from hf_emopt.linalg.triton import half_launch
     from hf_emopt.rules import blocks
     from hf_emopt.rules.blocks import BlockGrid
+    from hf_emopt.rules.kronecker import KroneckerRule
 
     def inputs() -> dict[str, Tensor]:
         torch.manual_seed(0)
@@ -107,7 +108,11 @@ if INTERPRETING:
     def test_steps_on_kernels_are_those_of_torch(cls: type, monkeypatch: pytest.MonkeyPatch) -> None:
         """Whole steps, cut into blocks, with one that is skipped in their middle. The blocks are square: a basis of what a
         singular factor leaves out is any."""
-        moved = []
+        moved, accumulated = [], []
+        accumulate = KroneckerRule.accumulate
+        monkeypatch.setattr(
+            KroneckerRule, "accumulate", lambda *arguments: accumulated.append(1) or accumulate(*arguments)
+        )
         for disabled in ("", "1"):
             monkeypatch.setenv("HF_EMOPT_DISABLE_TRITON", disabled)
             generator = torch.Generator().manual_seed(0)
@@ -126,6 +131,7 @@ if INTERPRETING:
                     assert len(factors) == 2
                     assert all(torch.equal(x, y) for x, y in zip(factors, after, strict=True))
             assert optimizer.skipped_steps == 1
+            assert len(accumulated) == (3 if disabled else 0)  # gradients are gathered by one pass
             moved.append(weight.detach() - before)
         assert (moved[0] - moved[1]).norm() <= 1e-3 * moved[1].norm()
 

@@ -112,6 +112,17 @@ if INTERPRETING:
         for ours, theirs, scale in zip(back, left, scales):
             assert torch.equal(ours, theirs * scale)
 
+    @pytest.mark.parametrize("counts", [True, False])
+    def test_what_does_not_count_is_zero_whatever_it_was(counts: bool) -> None:
+        left = tensors()
+        left[1].view(-1)[2] = float("nan")
+        runs, size = into_one_buffer([1, 3, 0, 2])
+        buffer = torch.full((size,), -7.0)
+        runs.to_right(left, [buffer], ok=torch.tensor(counts))
+        for ours, theirs in zip(gathered(runs, buffer, left), left):
+            torch.testing.assert_close(ours, theirs if counts else torch.zeros_like(theirs), equal_nan=True)
+        assert int((buffer == -7.0).sum()) == size - sum(t.numel() for t in left), "nothing else is written"
+
     @pytest.mark.parametrize("decay", ["none", "before", "after", "cautious"])
     @pytest.mark.parametrize("ok", [None, True, False])
     def test_apply_as_the_foreach_functions(decay: str, ok: bool | None) -> None:

@@ -245,7 +245,7 @@ def test_passes_over_runs(name: str, arch: int, tmp_path: Path) -> None:
     wide, narrow = tl.float32, tl.bfloat16
     constants = {
         "momentum": {"GRAD": wide, "BUFFER": wide, "OUT": narrow, "NESTEROV": True, "HAS_OK": True},
-        "copy": {"SOURCE": tl.float16, "TARGET": narrow, "SCALED": True},
+        "copy": {"SOURCE": tl.float16, "TARGET": narrow, "SCALED": True, "HAS_OK": True},
         "apply": {"WEIGHT": wide, "UPDATE": narrow, "SCALED": True, "DECAY": 1, "HAS_OK": True},
         "finite": {"VALUE": wide},
     }[name]

@@ -88,17 +88,22 @@ def copy_kernel(
     sources,
     targets,
     scales,
+    ok_ptr,
     SOURCE: tl.constexpr,
     TARGET: tl.constexpr,
     SCALED: tl.constexpr,
+    HAS_OK: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """``target = source``, or ``scale source`` with the product in float32."""
+    """``target = source``, or ``scale source`` with the product in float32; zeros where ``ok`` is false."""
     run, start, left = _chunk(run_of, start_of, numel_of, ALIGNED)
     index = tl.arange(0, BLOCK)
     inside = index < left
-    x = tl.load(_pointer(sources, run, start, SOURCE, ALIGNED) + index, mask=inside, other=0.0)
+    read = inside
+    if HAS_OK:
+        read = index < tl.where(tl.load(ok_ptr) != 0, left, 0)
+    x = tl.load(_pointer(sources, run, start, SOURCE, ALIGNED) + index, mask=read, other=0.0)
     if SCALED:
         x = x.to(tl.float32) * tl.load(scales + run)
     tl.store(_pointer(targets, run, start, TARGET, ALIGNED) + index, x.to(TARGET), mask=inside)

@@ -50,11 +50,17 @@ def launch_momentum(
     _launch(run_kernels.momentum_kernel, prepared, arguments, (*types, nesterov, ok is not None))
 
 
-def launch_copy(prepared: Prepared, source: Sequence[Tensor], target: Sequence[Tensor], scales: Tensor | None) -> None:
+def launch_copy(
+    prepared: Prepared,
+    source: Sequence[Tensor],
+    target: Sequence[Tensor],
+    scales: Tensor | None,
+    ok: Tensor | None = None,
+) -> None:
     """See :meth:`~hf_emopt.linalg.runs.Runs.to_right`."""
     types = (_TYPES[source[0].dtype], _TYPES[target[0].dtype])
-    arguments = (prepared.numel_of if scales is None else scales,)
-    _launch(run_kernels.copy_kernel, prepared, arguments, (*types, scales is not None))
+    arguments = (prepared.numel_of if scales is None else scales, _flag(ok, prepared.run_of.view(torch.uint8)))
+    _launch(run_kernels.copy_kernel, prepared, arguments, (*types, scales is not None, ok is not None))
 
 
 def launch_apply(
