@@ -172,24 +172,26 @@ def _split_both(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return a1, a2, *_split(b)
 
 
-def scaled_half(x: Tensor) -> tuple[Tensor, Tensor]:
+def scaled_half(x: Tensor, peak: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """``X / s`` in float16, contiguous, and ``s``: a power of two for each matrix that brings its largest entry to 1 to 2.
 
     Args:
         x: ``(m, n)``, ``(N, m, n)``, or ``(N, count, m, n)`` for batches of blocks; float32 or 16 bits, any strides.
+        peak: ``(N * count,)`` float32, for the largest entries, where they are known without a look at all.
 
     Returns:
         The rounded matrices, all blocks as one batch, and ``(N, 1, 1)`` (``(1, 1)`` for one matrix) in float32. ``s`` is from
         2^-44 to 2^62, so that squares of it stay in range; infinities and NaN stay what they are.
     """
     if x.ndim == 2:
-        half, scale = scaled_half(x[None])
+        half, scale = scaled_half(x[None], peak)
         return half[0], scale[0]
     if kernels_pay(x.device) and half_launch.takes(x) and x.dtype in (torch.float32, torch.bfloat16, torch.float16):
-        half, scale = half_launch.scaled_half(x, _LEAST_SCALE, _LARGEST_SCALE)
+        half, scale = half_launch.scaled_half(x, _LEAST_SCALE, _LARGEST_SCALE, peak)
         return half, scale.view(-1, 1, 1)
     x = x.flatten(0, -3)
-    peak = torch.linalg.vector_norm(x, math.inf, dim=(-2, -1)) if x.numel() else x.new_zeros(x.shape[0])
+    if peak is None:
+        peak = torch.linalg.vector_norm(x, math.inf, dim=(-2, -1)) if x.numel() else x.new_zeros(x.shape[0])
     scale = power_of_two_scale(peak.float()).clamp_(_LEAST_SCALE, _LARGEST_SCALE)
     half = torch.empty(x.shape, dtype=torch.float16, device=x.device)
     return torch.div(x, scale if x.dtype == torch.float32 else scale.to(x.dtype), out=half), scale

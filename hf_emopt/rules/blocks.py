@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -28,6 +28,8 @@ __all__ = [
     "half_mode_products",
     "mode_product",
     "mode_products",
+    "peak_of_basis",
+    "peak_of_positive",
     "rounded",
     "rounded_mode_products",
     "unfold",
@@ -174,16 +176,31 @@ def mode_products(x: Tensor, matrices: Sequence[tuple[int, Tensor]], precision: 
     return x
 
 
-def rounded(matrices: Sequence[tuple[int, Tensor]]) -> list[Rounded]:
-    """Factors for :func:`half_mode_products`, each read as it lies, transposed or not."""
+def rounded(matrices: Sequence[tuple[int, Tensor]], peak: Callable[[Tensor], Tensor] | None = None) -> list[Rounded]:
+    """Factors for :func:`half_mode_products`, each read as it lies, transposed or not.
+
+    Args:
+        peak: gives what no entry of a matrix is larger than, ``(B,)``; ``None`` looks for the largest, which is a pass.
+    """
     result: list[Rounded] = []
     for d, matrix in matrices:
+        known = None if peak is None else peak(matrix)
         if matrix.stride(-1) == 1:
-            result.append((d, *scaled_half(matrix)))
+            result.append((d, *scaled_half(matrix, known)))
         else:
-            half, scale = scaled_half(matrix.mT)
+            half, scale = scaled_half(matrix.mT, known)
             result.append((d, half.mT, scale))
     return result
+
+
+def peak_of_positive(matrix: Tensor) -> Tensor:
+    """The largest entry of positive semidefinite matrices ``(B, m, m)``, which is on the diagonal: ``(B,)`` float32."""
+    return matrix.diagonal(dim1=-2, dim2=-1).amax(-1).float()
+
+
+def peak_of_basis(matrix: Tensor) -> Tensor:
+    """A bound on the entries of orthonormal columns ``(B, m, m)``: ``(B,)`` ones."""
+    return torch.ones(matrix.shape[0], device=matrix.device)
 
 
 def rounded_mode_products(x: Tensor, factors: Sequence[Rounded]) -> Tensor:

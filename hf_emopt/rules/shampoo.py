@@ -19,7 +19,15 @@ from hf_emopt.linalg.failures import with_ladder
 from hf_emopt.linalg.inverse_root import RootSolver, inverse_root
 from hf_emopt.rules.adam import adam_direction
 from hf_emopt.rules.base import Clock, Group
-from hf_emopt.rules.blocks import BlockState, Side, half_mode_products, mode_products, rounded, unfold
+from hf_emopt.rules.blocks import (
+    BlockState,
+    Side,
+    half_mode_products,
+    mode_products,
+    peak_of_positive,
+    rounded,
+    unfold,
+)
 from hf_emopt.rules.checks import check_betas, check_choice, check_flags, check_number, check_whole
 from hf_emopt.rules.conditioning import condition_of_root
 from hf_emopt.rules.kronecker import FACTOR_DTYPES, Gate, KroneckerRule, gate_of
@@ -253,7 +261,7 @@ class ShampooRule(KroneckerRule):
         roots = [(d, block.tensor("root", d)) for d in self.factored(block, group)]
         scale: Tensor | None = None
         if roots and m.ndim == 4 and self.in_half(m, group):
-            direction, scale = half_mode_products(m, rounded(roots))
+            direction, scale = half_mode_products(m, rounded(roots, peak_of_positive))
         else:
             direction = mode_products(m.flatten(0, 1), roots, group["matmul_precision"])
         if group["grafting"] != "none":

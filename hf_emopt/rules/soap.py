@@ -24,6 +24,7 @@ from hf_emopt.rules.blocks import (
     Side,
     mode_product,
     mode_products,
+    peak_of_basis,
     rounded,
     rounded_mode_products,
     unfold,
@@ -139,7 +140,7 @@ class SoapRule(KroneckerRule):
     ) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
         """Products into the bases and back, of bases that are rounded or widened once for both."""
         if bases and block.grads.ndim == 3 and self.in_half(block.grads, group):
-            out = rounded(bases)
+            out = rounded(bases, peak_of_basis)
             into = [(d, half.mT, scale) for d, half, scale in out]
             return partial(rounded_mode_products, factors=into), partial(rounded_mode_products, factors=out)
         wide = [(d, basis.to(block.grads.dtype)) for d, basis in bases]

@@ -48,6 +48,23 @@ if INTERPRETING:
         assert torch.equal(half, expected)
         assert torch.equal(scale, powers)
 
+    def test_scaled_half_of_known_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
+        x = torch.randn(3, 40, 40)
+        positive = x @ x.mT * torch.tensor([1e-20, 1.0, 0.0]).view(3, 1, 1)
+        basis = torch.linalg.qr(x).Q
+        for matrix, peak in ((positive, blocks.peak_of_positive), (basis, blocks.peak_of_basis)):
+            known = peak(matrix)
+            assert (matrix.abs().amax((1, 2)) <= known * (1 + 1e-6)).all()
+            half, scale = precision.scaled_half(matrix, known)
+            assert not scale.eq(0).any()
+            torch.testing.assert_close(half.float() * scale, matrix, rtol=2.0**-11, atol=2.0**-24)
+            with monkeypatch.context() as without:
+                without.setattr(precision, "kernels_pay", lambda device: False)
+                assert all(torch.equal(a, b) for a, b in zip(precision.scaled_half(matrix, known), (half, scale)))
+        assert torch.equal(
+            precision.scaled_half(positive)[1], precision.scaled_half(positive, positive.amax((1, 2)))[1]
+        )
+
     @pytest.mark.parametrize("lift", [0.0, 0.3])
     def test_factors(lift: float, monkeypatch: pytest.MonkeyPatch) -> None:
         torch.manual_seed(0)

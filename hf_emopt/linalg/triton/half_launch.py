@@ -26,7 +26,7 @@ def programs_of(size: int, batch: int, device: torch.device) -> int:
     return max(1, min(-(-size // BLOCK), -(-8 * multiprocessors(device) // batch)))
 
 
-def scaled_half(x: Tensor, least: float, largest: float) -> tuple[Tensor, Tensor]:
+def scaled_half(x: Tensor, least: float, largest: float, peak: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """``X / s`` and ``s`` of every matrix, as :func:`hf_emopt.linalg.precision.scaled_half` says.
 
     Args:
@@ -41,15 +41,16 @@ def scaled_half(x: Tensor, least: float, largest: float) -> tuple[Tensor, Tensor
     outer, count, rows, cols = x.shape
     batch, size = outer * count, rows * cols
     flat = rows == 1 or x.stride(2) == cols
-    peak = torch.zeros(batch, dtype=torch.int32, device=x.device)
+    bits = torch.zeros(batch, dtype=torch.int32, device=x.device) if peak is None else peak.view(torch.int32)
     scale = torch.empty(batch, dtype=torch.float32, device=x.device)
     half = torch.empty(batch, rows, cols, dtype=torch.float16, device=x.device)
     programs = programs_of(size, batch, x.device)
     integers = (size, cols, count, programs, *x.stride()[:3])
-    key = ("largest", specialization((x, peak), integers), flat, x.device)
-    launch(largest_kernel, key, batch * programs, (x, peak, *integers, flat, BLOCK), OPTIONS, x.device)
-    key = ("scaled_half", specialization((x, peak, half, scale), integers), flat, x.device)
-    arguments = (x, peak, half, scale, *integers, least, largest, flat, BLOCK)
+    if peak is None:
+        key = ("largest", specialization((x, bits), integers), flat, x.device)
+        launch(largest_kernel, key, batch * programs, (x, bits, *integers, flat, BLOCK), OPTIONS, x.device)
+    key = ("scaled_half", specialization((x, bits, half, scale), integers), flat, x.device)
+    arguments = (x, bits, half, scale, *integers, least, largest, flat, BLOCK)
     launch(scaled_half_kernel, key, batch * programs, arguments, OPTIONS, x.device)
     return half, scale
 
