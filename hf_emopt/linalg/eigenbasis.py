@@ -25,8 +25,7 @@ from hf_emopt.linalg.batches import (
     spectral_bound,
 )
 from hf_emopt.linalg.precision import Precision, check_precision, matmul_precision, product, unit_roundoff
-from hf_emopt.linalg.split_products import split as split_parts
-from hf_emopt.linalg.split_products import split_product
+from hf_emopt.linalg.split_products import general_product, gram_product
 
 __all__ = ["EigenbasisRefresh", "RefreshMethod", "eigenbasis", "eigendecomposition", "refresh_eigenbasis"]
 
@@ -128,8 +127,9 @@ def refresh_eigenbasis(
         iterations: this many, or with a ``tolerance`` at most this many.
         tolerance: blocks whose off-diagonal part (see ``off_diagonal``) is at most this are left alone but for the sort,
             before the first iteration and after each. Costs one read of ``(N,)`` flags on the host per iteration.
-        precision: of the products with ``A``, and of the rotation; see :mod:`hf_emopt.linalg.precision`. Bases are made
-            orthonormal to float32's rounding whatever it is. ``qr`` and ``eigh`` factorise exactly.
+        precision: of the products with ``A``, and of the rotation; see :mod:`hf_emopt.linalg.precision`. ``fp16`` splits its
+            factors in two. Bases are made orthonormal to float32's rounding whatever it is. ``qr`` and ``eigh`` factorise
+            exactly.
         orthogonality_tolerance: largest ``orthogonality``. ``None``: 2e-5 in float32, 1e-10 in float64.
         fallback: blocks that are less orthogonal, or not finite, are computed again by QR and, if that fails too, by
             ``eigh``. ``False``: reported as failed.
@@ -234,7 +234,7 @@ class _Basis(NamedTuple):
 
 
 def _measure(a: Tensor, q: Tensor, precision: Precision) -> _Basis:
-    image = product(a, q, precision)
+    image = _product(a, q, precision)
     return _Basis(q, image, (q * image).sum(-2))
 
 
@@ -315,7 +315,7 @@ def _shift(a: Tensor, precision: Precision) -> Tensor:
     below ``s`` is not resolved any more, which that noise forbids anyway.
     """
     bound = spectral_bound(a)
-    unit = max(unit_roundoff(a.dtype, precision), 4 * unit_roundoff(a.dtype, "highest"))
+    unit = max(_roundoff(a.dtype, precision), 4 * unit_roundoff(a.dtype, "highest"))
     return _NOISE * unit * torch.where(bound == 0, 1.0, bound)
 
 
@@ -341,11 +341,11 @@ def _orthogonal_iteration(basis: _Basis, shift: Tensor, precision: Precision) ->
     gram.diagonal(dim1=-2, dim2=-1).add_(math.sqrt(x.shape[-1]) * _gram_roundoff(x.dtype, precision))
     upper = torch.linalg.cholesky_ex(gram).L.mT
     rotation = torch.linalg.solve_triangular(upper, x, upper=True, left=False)
-    return _orthonormalize(product(basis.q, rotation, split), precision)
+    return _orthonormalize(_product(basis.q, rotation, split), precision)
 
 
 def _at_least_split(precision: Precision) -> Precision:
-    return "highest" if precision == "highest" else "bf16x3"
+    return precision if precision in ("highest", "fp16") else "bf16x3"
 
 
 def _symmetric_product(a: Tensor, b: Tensor, precision: Precision) -> Tensor:
@@ -353,10 +353,18 @@ def _symmetric_product(a: Tensor, b: Tensor, precision: Precision) -> Tensor:
     matrix of an iteration has the condition of ``A``, and the 16 bits of bf16x3 leave no orthonormal basis."""
     if precision == "highest" or a.dtype == torch.float64:
         return product(a.mT, b, "highest")
-    parts = split_parts(a)
-    value, _ = split_product(parts, parts if b is a else split_parts(b), wide=True, trans=True)
-    assert value is not None
-    return value
+    return gram_product(a, b)
+
+
+def _product(a: Tensor, b: Tensor, precision: Precision) -> Tensor:
+    """``A B``; with ``fp16`` of split factors, since 11 bits lose all directions below a hundredth of the largest."""
+    split = precision == "fp16" and a.dtype == torch.float32
+    return general_product(a, b) if split else product(a, b, precision)
+
+
+def _roundoff(dtype: torch.dtype, precision: Precision) -> float:
+    """Of :func:`_product`. Sums of split factors are cut by the units: four times a factor's rounding."""
+    return 4 * _SPLIT_ROUNDOFF if precision == "fp16" and dtype == torch.float32 else unit_roundoff(dtype, precision)
 
 
 def _gram_roundoff(dtype: torch.dtype, precision: Precision) -> float:
@@ -374,10 +382,8 @@ def _orthonormalize(x: Tensor, precision: Precision) -> Tensor:
                 error = torch.baddbmm(eye_like(x), x.mT, x, alpha=-1.0)
                 x = torch.baddbmm(x, x, error, alpha=0.5)
             continue
-        parts = split_parts(x)
-        deviation, _ = split_product(parts, parts, alpha=-1.0, diagonal=1.0, wide=True, trans=True)
-        assert deviation is not None
-        x = torch.add(x, product(x, deviation, "fp16"), alpha=0.5)
+        error = gram_product(x, x, alpha=-1.0, diagonal=1.0)
+        x = torch.add(x, product(x, error, "fp16"), alpha=0.5)
     return x
 
 
@@ -388,8 +394,8 @@ def _first_order(a: Tensor, basis: _Basis, shift: Tensor, precision: Precision) 
     """``Q exp(S)`` to second order in the antisymmetric ``S``, then Newton-Schulz steps."""
     b = _symmetric_product(basis.q, basis.image, precision)
     s = _rotation_generator(0.5 * (b + b.mT), basis.eigenvalues, shift, spectral_bound(a))
-    turn = product(basis.q, s, precision)
-    x = basis.q + turn + 0.5 * product(turn, s, precision)
+    turn = _product(basis.q, s, precision)
+    x = basis.q + turn + 0.5 * _product(turn, s, precision)
     return _orthonormalize(x, precision)
 
 

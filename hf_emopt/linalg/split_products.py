@@ -18,7 +18,7 @@ from hf_emopt.linalg.precision import multiply_16
 from hf_emopt.linalg.symmetric import kernels_pay
 from hf_emopt.linalg.triton import split_launch
 
-__all__ = ["Parts", "joined", "split", "split_product"]
+__all__ = ["Parts", "general_product", "gram_product", "joined", "split", "split_product"]
 
 _LOW = 2.0**-11
 
@@ -55,12 +55,10 @@ def split_product(
     wide_diagonal: float = 0.0,
     out: Tensor | None = None,
     parts: bool = False,
-    trans: bool = False,
 ) -> tuple[Tensor | None, Parts | None]:
     """``V = alpha A B + beta C + diagonal I`` of symmetric matrices that commute, symmetric bit for bit.
 
     Args:
-        trans: ``A^T B`` of any two instead, of which the caller knows that it is symmetric.
         c: ``(N, d, d)`` float32, symmetric, or in parts.
         active: ``(N,)`` bool; ``V`` is zero in the other blocks.
         wide: give ``V + wide_diagonal I`` in float32. ``out`` takes it, and may be ``c``.
@@ -72,12 +70,9 @@ def split_product(
     wide = wide or out is not None
     if kernels_pay(a[0].device) and split_launch.takes(*a, *b, *(x for x in (c, out) if isinstance(x, Tensor))):
         return split_launch.split_product(
-            a, b, alpha, c, beta, diagonal, active, wide, wide_diagonal, out, parts, trans
+            a, b, alpha, c, beta, diagonal, active, wide, wide_diagonal, out, parts
         )  # fmt: skip
-    if trans:
-        a = a[0].mT, a[1].mT
-    mixed = multiply_16(a[0], b[1]).add_(multiply_16(a[1], b[0]))
-    value = multiply_16(a[0], b[0]).add_(mixed, alpha=_LOW).mul_(alpha)
+    value = _products(a, b).mul_(alpha)
     if c is not None:
         value.add_(c if isinstance(c, Tensor) else joined(c), alpha=beta)
     value.diagonal(dim1=-2, dim2=-1).add_(diagonal)
@@ -89,3 +84,51 @@ def split_product(
         return None, low
     value.diagonal(dim1=-2, dim2=-1).add_(wide_diagonal)
     return (value if out is None else out.copy_(value)), low
+
+
+def gram_product(a: Tensor, b: Tensor, *, alpha: float = 1.0, diagonal: float = 0.0) -> Tensor:
+    """``alpha A^T B + diagonal I`` of float32 ``(N, d, d)`` whose product is known to be symmetric, such as a Gram matrix or
+    ``Q^T A Q``: symmetric bit for bit."""
+    turned = (True, True)
+    if b is a and not a.is_contiguous() and a.mT.is_contiguous():  # as factorizations leave it
+        parts, turned = (split(a.mT),) * 2, (False, False)
+    elif b is a:
+        parts = (split(a.contiguous()),) * 2
+    else:
+        parts = split(a.contiguous()), split(b.contiguous())
+    if _on_kernels(*parts):
+        launched = split_launch.split_product(
+            *parts, alpha, None, 0.0, diagonal, None, True, 0.0, None, False, turned
+        )  # fmt: skip
+        assert launched[0] is not None
+        return launched[0]
+    first, second = parts
+    left = _transposed(first) if turned[0] else first
+    value = _products(left, second if turned[1] else _transposed(second)).mul_(alpha)
+    value.diagonal(dim1=-2, dim2=-1).add_(diagonal)
+    return value.tril().add_(value.tril(-1).mT)
+
+
+def general_product(a: Tensor, b: Tensor) -> Tensor:
+    """``A B`` of any float32 ``(N, d, d)``, to 22 bits."""
+    left, right = split(a.contiguous()), split(b.contiguous())
+    if _on_kernels(left, right):
+        launched = split_launch.split_product(
+            left, right, 1.0, None, 0.0, 0.0, None, True, 0.0, None, False, (False, True), symmetric=False
+        )  # fmt: skip
+        assert launched[0] is not None
+        return launched[0]
+    return _products(left, right)
+
+
+def _on_kernels(a: Parts, b: Parts) -> bool:
+    return kernels_pay(a[0].device) and split_launch.takes(*a, *b)
+
+
+def _transposed(a: Parts) -> Parts:
+    return a[0].mT, a[1].mT
+
+
+def _products(a: Parts, b: Parts) -> Tensor:
+    mixed = multiply_16(a[0], b[1]).add_(multiply_16(a[1], b[0]))
+    return multiply_16(a[0], b[0]).add_(mixed, alpha=_LOW)

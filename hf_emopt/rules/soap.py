@@ -194,7 +194,7 @@ class SoapRule(KroneckerRule):
     def compute(self, snapshot: Snapshot, group: Group, first: bool, unread: bool = False) -> Refreshed:
         # The first basis is far from the identity it replaces, so it is computed from scratch.
         method: RefreshMethod = "eigh" if first else group["basis_method"]
-        turn = partial(refresh_eigenbasis, method=method, precision=_refresh_precision(group), measure=group["kl"])
+        turn = partial(refresh_eigenbasis, method=method, precision=group["matmul_precision"], measure=group["kl"])
         # What needs no look at its result to go on is tried without one.
         optimistic = None if method == "eigh" else partial(turn, fallback=False)
         factor, basis = snapshot.tensors["factor"], snapshot.tensors["basis"]
@@ -268,12 +268,6 @@ class SoapRule(KroneckerRule):
             f"{group['precondition_frequency']} steps ({group['refresh']}, {group['basis_method']}){cap}; "
             "update RMS is Adam's: lr means what it means for AdamW"
         )
-
-
-def _refresh_precision(group: Group) -> Precision:
-    """Directions below the rounding of a refresh keep the basis that they had. With 11 bits these are all below a hundredth
-    of the largest eigenvalue, and a run is the worse for it."""
-    return "bf16x3" if group["matmul_precision"] == "fp16" else group["matmul_precision"]
 
 
 def _turned_squares(squares: Tensor, turn: Tensor, d: int, precision: Precision) -> Tensor:

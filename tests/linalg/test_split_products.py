@@ -8,7 +8,7 @@ from interpreted import INTERPRETING, run_in_interpreter
 from torch import Tensor
 
 from hf_emopt.linalg import split_products
-from hf_emopt.linalg.split_products import joined, split, split_product
+from hf_emopt.linalg.split_products import general_product, gram_product, joined, split, split_product
 from hf_emopt.linalg.triton import split_launch
 
 
@@ -48,15 +48,23 @@ def test_products(c: str | None) -> None:
     torch.testing.assert_close(wide.double(), exact + 3.0 * torch.eye(72), rtol=0, atol=2e-6)
     for matrix in (wide, *parts):
         assert torch.equal(matrix, matrix.mT)
-    # Of matrices that are not symmetric, with a product that is.
-    x = torch.linalg.qr(torch.randn(2, 72, 72, dtype=torch.float64)).Q
-    turned = split(x.float()), split((a @ x).float())
-    wide, _ = split_product(*turned, wide=True, trans=True, alpha=-1.0, diagonal=1.0)
-    torch.testing.assert_close(wide, (torch.eye(72) - x.mT @ a @ x).float(), rtol=0, atol=2e-6)
     # Into C itself.
     c32 = a.float()
     assert split_product(*factors, c=c32, beta=1.0, out=c32)[0] is c32
     torch.testing.assert_close(c32.double(), a + a @ b, rtol=0, atol=2e-6)
+
+
+def test_products_of_any_matrices() -> None:
+    a, _ = commuting(72)
+    x = torch.linalg.qr(torch.randn(2, 72, 72, dtype=torch.float64)).Q
+    y = (a @ x).float()
+    exact = (torch.eye(72) - x.mT @ a @ x).float()
+    for basis in (x.float(), x.float().mT.contiguous().mT):
+        value = gram_product(basis, y, alpha=-1.0, diagonal=1.0)
+        torch.testing.assert_close(value, exact, rtol=0, atol=2e-6)
+        assert torch.equal(value, value.mT)
+        torch.testing.assert_close(gram_product(basis, basis), torch.eye(72).expand(2, 72, 72), rtol=0, atol=2e-6)
+        torch.testing.assert_close(general_product(y, basis).double(), y.double() @ x, rtol=0, atol=2e-6)
 
 
 if not INTERPRETING:
@@ -69,20 +77,16 @@ if INTERPRETING:
 
     @pytest.mark.parametrize("d", [32, 40, 72])
     @pytest.mark.parametrize("c", [None, "float32", "parts"])
-    @pytest.mark.parametrize("trans", [False, True])
-    def test_kernel(d: int, c: str | None, trans: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_kernel(d: int, c: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
         """Integers and their low parts: sums are exact in any order."""
         torch.manual_seed(0)
         x = torch.randint(-3, 4, (4, 3, d, d)).float()
         a1, a2, b1, b2 = (x + x.mT).half()
         b1, b2 = a1.clone(), a2.clone()  # commute
-        if trans:  # by columns in another order, which no product sees
-            order = torch.randperm(d)
-            a1, a2, b1, b2 = (x[:, order] for x in (a1, a2, b1, b2))
         square = (x[0] + x[0].mT).half()
         added = None if c is None else (square.float() if c == "float32" else (square, square.clone()))
         terms = {"alpha": 0.5, "c": added, "beta": 0.25 if c else 0.0, "diagonal": 0.5}
-        terms |= {"active": torch.tensor([True, False, True]), "trans": trans}
+        terms |= {"active": torch.tensor([True, False, True])}
 
         def run() -> list[Tensor]:
             wide, parts = split_product((a1, a2), (b1, b2), wide=True, wide_diagonal=-1.0, parts=True, **terms)
@@ -100,6 +104,36 @@ if INTERPRETING:
         monkeypatch.setattr(split_products.split_launch, "split_product", counted)
         found = run()
         assert len(launches) == 1
+        monkeypatch.setattr(split_products, "kernels_pay", lambda device: False)
+        for one, other in zip(found, run()):
+            assert torch.equal(one, other)
+
+    @pytest.mark.parametrize("d", [32, 72])
+    def test_kernels_of_any_matrices(d: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Integers but zero, and a bit beyond a half's last: a part of each, and sums that are exact in any order."""
+        torch.manual_seed(0)
+        x = (torch.randint(1, 3, (2, d, d)) + torch.randint(0, 2, (2, d, d)) * 2.0**-11) * torch.randn(2, d, d).sign()
+        y = torch.randint(-2, 3, (2, d, d)).float()
+
+        def run() -> list[Tensor]:
+            return [
+                gram_product(x, x, alpha=-0.5, diagonal=1.0),
+                gram_product(x.mT.contiguous().mT, x.mT.contiguous().mT),
+                gram_product(s := x.mT.contiguous().mT, s),
+                general_product(x, y),
+                general_product(y.mT, x),
+            ]
+
+        launches = []
+        kernel = split_launch.split_product
+
+        def counted(*arguments: object, **options: object) -> object:
+            launches.append(arguments)
+            return kernel(*arguments, **options)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(split_products.split_launch, "split_product", counted)
+        found = run()
+        assert len(launches) == 5
         monkeypatch.setattr(split_products, "kernels_pay", lambda device: False)
         for one, other in zip(found, run()):
             assert torch.equal(one, other)

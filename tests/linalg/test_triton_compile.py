@@ -120,23 +120,28 @@ def test_float32_results(config: Config, trans: bool, corrected: int, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("c", "active", "wide", "parts", "trans"),
+    ("c", "active", "wide", "parts", "trans_a", "trans_b"),
     [
-        (0, True, False, True, False),
-        (0, True, True, True, False),
-        (0, False, True, False, False),
-        (1, False, False, True, False),
-        (-1, False, True, False, True),
+        (0, True, False, True, False, False),
+        (0, True, True, True, False, False),
+        (0, False, True, False, False, False),
+        (1, False, False, True, False, False),
+        (-1, False, True, False, False, False),
+        (-1, False, True, False, True, True),
+        (-1, False, True, False, False, True),
     ],
 )
-def test_split_products(c: int, active: bool, wide: bool, parts: bool, trans: bool, tmp_path: Path) -> None:
-    """The four that a step of a coupled iteration takes, and that of a basis."""
+def test_split_products(
+    c: int, active: bool, wide: bool, parts: bool, trans_a: bool, trans_b: bool, tmp_path: Path
+) -> None:
+    """The four that a step of a coupled iteration takes, and the three of a basis, of which the last is not symmetric."""
     side, block_k = split_launch._SIDE, split_launch._BLOCK_K
-    factor = f"tensordesc<fp16[1,{block_k},{side}]>" if trans else f"tensordesc<fp16[1,{side},{block_k}]>"
+    lying, standing = f"tensordesc<fp16[1,{side},{block_k}]>", f"tensordesc<fp16[1,{block_k},{side}]>"
     square = f"tensordesc<fp16[1,{side},{side}]>"
     wide_square = square.replace("fp16", "fp32")
     types = {
-        **dict.fromkeys(["a1_desc", "a2_desc", "b1_desc", "b2_desc"], factor),
+        **dict.fromkeys(["a1_desc", "a2_desc"], standing if trans_a else lying),
+        **dict.fromkeys(["b1_desc", "b2_desc"], standing if trans_b else lying),
         "c_desc": wide_square if c == 0 else square,
         **dict.fromkeys(["c2_desc", "high_desc", "low_desc"], square),
         "out_desc": wide_square,
@@ -147,7 +152,14 @@ def test_split_products(c: int, active: bool, wide: bool, parts: bool, trans: bo
     absent = ["c_desc"] * (c < 0) + ["c2_desc"] * (c < 1) + ["active_ptr"] * (not active) + ["out_desc"] * (not wide)
     absent += ["high_desc", "low_desc"] * (not parts)
     constants = {"C_PARTS": c, "ACTIVE": active, "WIDE": wide, "PARTS": parts, "LOW": 2.0**-11, "SIDE": side}
-    constants |= {"TRANS": trans, "BLOCK_K": block_k, "UPCAST": False, **dict.fromkeys(absent)}
+    constants |= {
+        "TRANS_A": trans_a,
+        "TRANS_B": trans_b,
+        "SYMMETRIC": trans_a == trans_b,
+        "BLOCK_K": block_k,
+        "UPCAST": False,
+        **dict.fromkeys(absent),
+    }
     kernel = compiled(split_kernels.split_product_kernel, types, constants, 90, 8, 3)
     assert "wgmma.mma_async" in kernel.asm["ptx"]
     assert spilled_bytes(kernel, tmp_path) == 0

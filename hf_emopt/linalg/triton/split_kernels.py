@@ -52,11 +52,12 @@ def _factor(desc, batch, row, k, TRANS: tl.constexpr, ROWS: tl.constexpr, BLOCK_
 
 
 @triton.jit
-def _store(desc, batch, row, col, value, SIDE: tl.constexpr):
-    """A square below the diagonal or on it, and its mirror image."""
+def _store_tile(desc, batch, row, col, value, SYMMETRIC: tl.constexpr, SIDE: tl.constexpr):
+    """A tile, and with ``SYMMETRIC`` its mirror image."""
     desc.store([batch, row, col], value.reshape(1, SIDE, SIDE))
-    if row != col:
-        desc.store([batch, col, row], tl.trans(value).reshape(1, SIDE, SIDE))
+    if SYMMETRIC:  # noqa: SIM102 (a constant, and a branch of the program)
+        if row != col:
+            desc.store([batch, col, row], tl.trans(value).reshape(1, SIDE, SIDE))
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
@@ -82,15 +83,19 @@ def split_product_kernel(
     ACTIVE: tl.constexpr,
     WIDE: tl.constexpr,
     PARTS: tl.constexpr,
-    TRANS: tl.constexpr,
+    TRANS_A: tl.constexpr,
+    TRANS_B: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
     LOW: tl.constexpr,
     SIDE: tl.constexpr,
     BLOCK_K: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     """``V = alpha A B + beta C + diagonal I`` as ``V + wide_diagonal I`` in float32 (``WIDE``) and in parts (``PARTS``).
-    ``C_PARTS``: -1 for no C, 0 for one in float32, 1 for one in parts. ``TRANS``: ``A^T B``, of any two whose product is
-    symmetric, instead of ``A B^T``."""
+
+    ``C_PARTS``: -1 for no C, 0 for one in float32, 1 for one in parts. ``TRANS_A``, ``TRANS_B``: what is read is the
+    transpose of A, and not that of B. ``SYMMETRIC``: the tiles are those that touch the lower triangle.
+    """
     tl.assume(K > 0)
     program = tl.program_id(0)
     batch = program // num_tiles
@@ -100,10 +105,10 @@ def split_product_kernel(
     value = tl.zeros((SIDE, SIDE), dtype=tl.float32)
     mixed = tl.zeros((SIDE, SIDE), dtype=tl.float32)
     for k in range(0, K, BLOCK_K):
-        a1 = _factor(a1_desc, batch, row, k, TRANS, SIDE, BLOCK_K)
-        b1 = _factor(b1_desc, batch, col, k, TRANS, SIDE, BLOCK_K)
-        a2 = _factor(a2_desc, batch, row, k, TRANS, SIDE, BLOCK_K)
-        b2 = _factor(b2_desc, batch, col, k, TRANS, SIDE, BLOCK_K)
+        a1 = _factor(a1_desc, batch, row, k, TRANS_A, SIDE, BLOCK_K)
+        b1 = _factor(b1_desc, batch, col, k, TRANS_B, SIDE, BLOCK_K)
+        a2 = _factor(a2_desc, batch, row, k, TRANS_A, SIDE, BLOCK_K)
+        b2 = _factor(b2_desc, batch, col, k, TRANS_B, SIDE, BLOCK_K)
         value = _dot(a1, b1.T, value, UPCAST)
         mixed = _dot(a1, b2.T, mixed, UPCAST)
         mixed = _dot(a2, b1.T, mixed, UPCAST)
@@ -116,15 +121,17 @@ def split_product_kernel(
     i = tl.arange(0, SIDE)[:, None]
     j = tl.arange(0, SIDE)[None, :]
     on_diagonal = (row == col) & (i == j)
-    if row == col:
-        value = tl.where(i >= j, value, tl.trans(value))
+    if SYMMETRIC:  # noqa: SIM102 (a constant, and a branch of the program)
+        if row == col:
+            value = tl.where(i >= j, value, tl.trans(value))
     value += tl.where(on_diagonal, diagonal, 0.0)
     if ACTIVE:
         value *= tl.load(active_ptr + batch).to(tl.float32)
     if PARTS:
         high = value.to(tl.float16)
         low = ((value - high.to(tl.float32)) * (1.0 / LOW)).to(tl.float16)
-        _store(high_desc, batch, row, col, high, SIDE)
-        _store(low_desc, batch, row, col, low, SIDE)
+        _store_tile(high_desc, batch, row, col, high, SYMMETRIC, SIDE)
+        _store_tile(low_desc, batch, row, col, low, SYMMETRIC, SIDE)
     if WIDE:
-        _store(out_desc, batch, row, col, value + tl.where(on_diagonal, wide_diagonal, 0.0), SIDE)
+        wide = value + tl.where(on_diagonal, wide_diagonal, 0.0)
+        _store_tile(out_desc, batch, row, col, wide, SYMMETRIC, SIDE)

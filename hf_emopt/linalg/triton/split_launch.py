@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from typing import Any
 
 import torch
@@ -31,6 +33,14 @@ def takes(*matrices: Tensor) -> bool:
     return (capability is None or family(capability) == 90) and all(x.numel() and describable(x) for x in matrices)
 
 
+@functools.lru_cache(maxsize=1024)
+def _all_tiles(m: int, block_m: int, block_n: int, group: int, device: torch.device) -> tuple[Tensor, int]:
+    """As :func:`tile_table`, of the whole matrix."""
+    rows, cols = -(-m // block_m), -(-m // block_n)
+    tiles = sorted(itertools.product(range(rows), range(cols)), key=lambda t: (t[0] // group, t[1] // group, *t))
+    return torch.tensor(tiles, dtype=torch.int32).to(device), len(tiles)
+
+
 def split(x: Tensor, scale: float, diagonal: float) -> _Parts:
     """Parts of ``scale X + diagonal I`` of ``(N, d, d)`` contiguous float32."""
     from hf_emopt.linalg.triton.split_kernels import split_kernel
@@ -57,9 +67,15 @@ def split_product(
     wide_diagonal: float,
     out: Tensor | None,
     parts: bool,
-    trans: bool = False,
+    trans: tuple[bool, bool] = (False, False),
+    symmetric: bool = True,
 ) -> tuple[Tensor | None, _Parts | None]:
-    """See :func:`hf_emopt.linalg.split_products.split_product`; of matrices which :func:`takes`."""
+    """See :func:`hf_emopt.linalg.split_products.split_product`; of matrices which :func:`takes`.
+
+    Args:
+        trans: whether the transpose of A, and B itself instead of its transpose, is what lies in memory.
+        symmetric: of the product one triangle is computed, and mirrored.
+    """
     from hf_emopt.linalg.triton.split_kernels import split_product_kernel as kernel
 
     side, block_k = (32, 32) if interpreting() else (_SIDE, _BLOCK_K)
@@ -68,14 +84,18 @@ def split_product(
     if wide and out is None:
         out = torch.empty(like.shape, dtype=torch.float32, device=like.device)
     new = (torch.empty_like(like), torch.empty_like(like)) if parts else None
-    tiles, count = tile_table(d, side, side, _GROUP, like.device)
+    tiles, count = (tile_table if symmetric else _all_tiles)(d, side, side, _GROUP, like.device)
 
     def square(x: Tensor | None) -> Any:
         return None if x is None else descriptor(x, side, side)
 
     added = (c, None) if isinstance(c, Tensor) or c is None else c
     arguments = (
-        *(descriptor(x, *((block_k, side) if trans else (side, block_k))) for x in (*a, *b)),
+        *(
+            descriptor(x, *((block_k, side) if turned else (side, block_k)))
+            for factor, turned in zip((a, b), trans)
+            for x in factor
+        ),
         *(square(x) for x in added),
         square(out),
         *((None, None) if new is None else (square(x) for x in new)),
@@ -91,7 +111,8 @@ def split_product(
         active is not None,
         wide,
         parts,
-        trans,
+        *trans,
+        symmetric,
         _LOW,
         side,
         block_k,
@@ -99,7 +120,7 @@ def split_product(
     )
     key = (
         "split product",
-        arguments[17:22],
+        arguments[17:24],
         d % 16 == 0,
         d == 1,
         active is None or active.data_ptr() % 16,
