@@ -383,6 +383,8 @@ def _orthonormalize(x: Tensor, precision: Precision) -> Tensor:
                 x = torch.baddbmm(x, x, error, alpha=0.5)
             continue
         error = gram_product(x, x, alpha=-1.0, diagonal=1.0)
+        # Tensor cores cut sums of squares to one side, by 4e-6 for 1024 of them.
+        error.diagonal(dim1=-2, dim2=-1).copy_(1.0 - torch.linalg.vector_norm(x, dim=-2).square_())
         x = torch.add(x, product(x, error, "fp16"), alpha=0.5)
     return x
 

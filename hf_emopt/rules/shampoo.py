@@ -39,9 +39,9 @@ Grafting = Literal["adam", "rmsprop", "adagrad", "sgd", "none"]
 GRAFTING: tuple[str, ...] = ("adam", "rmsprop", "adagrad", "sgd", "none")
 
 _GRAFT_FLOOR = 1e-16
-# An iteration of products cannot tell a smaller eigenvalue from rounding, and would not converge on it. In float16, whose
-# factors are split, 1e-6 would do; 1e-5 is a step less.
-_RELATIVE_EPSILON = {"highest": 1e-6, "bf16x3": 1e-5, "tf32": 1e-3, "tf32_emulated": 1e-3, "fp16": 1e-5}
+# An iteration of products cannot tell a smaller eigenvalue from rounding, and would not converge on it. In float16 factors
+# are split.
+_RELATIVE_EPSILON = {"highest": 1e-6, "bf16x3": 1e-5, "tf32": 1e-3, "tf32_emulated": 1e-3, "fp16": 1e-6}
 
 
 class ShampooRule(KroneckerRule):

@@ -112,7 +112,7 @@ def test_split_products_on_the_device(d: int) -> None:
         exact = 0.5 * a @ b + (0.0 if added is None else 2.0) * c + 0.25 * torch.eye(d, device="cuda")
         exact[1] = 0
         # 2^-24 for each of the sums that units of depth 16 make, cut each time.
-        bound = (2.0**-20 + d // 16 * 2.0**-25) * exact.norm()
+        bound = (2.0**-20 + d // 16 * 2.0**-24) * exact.norm()
         assert (joined(parts).double() - exact).norm() <= bound
         assert (wide.double() - exact - torch.eye(d, device="cuda")).norm() <= bound
         assert all(torch.equal(x, x.mT) for x in (wide, *parts))
@@ -120,7 +120,7 @@ def test_split_products_on_the_device(d: int) -> None:
     wide, parts = split_product(*factors, c=target, beta=1.0, out=target)
     assert wide is target
     assert parts is None
-    assert (target.double() - c - a @ b).norm() <= (2.0**-20 + d // 16 * 2.0**-25) * (a @ b).norm()
+    assert (target.double() - c - a @ b).norm() <= (2.0**-20 + d // 16 * 2.0**-24) * (a @ b).norm()
 
 
 @pytest.mark.parametrize("d", [136, 1024, 2048])
@@ -128,7 +128,7 @@ def test_split_products_of_any_matrices(d: int) -> None:
     q = torch.linalg.qr(torch.randn(2, d, d, device="cuda", dtype=torch.float64)).Q
     a = (q * torch.logspace(0, -6, d, device="cuda", dtype=torch.float64)) @ q.mT
     x = torch.linalg.qr(torch.randn(2, d, d, device="cuda")).Q
-    bound = 2.0**-20 + d // 16 * 2.0**-25
+    bound = 2.0**-20 + d // 16 * 2.0**-24
     image = general_product(a.float(), x)
     assert (image.double() - a @ x.double()).norm() <= bound * a.norm()
     for basis in (x.contiguous(), x.mT.contiguous().mT):
@@ -152,7 +152,7 @@ def test_a_far_basis_needs_no_fallback(precision_name: str) -> None:
     a = 0.5 * (first + later + (first + later).mT)
     result = refresh_eigenbasis(a, eigenbasis(first), precision=precision_name, fallback=False)
     assert not result.failed.any()
-    assert result.orthogonality.max() < 1e-5
+    assert result.orthogonality.max() < 2e-6
 
 
 def test_a_large_factor_meets_a_small_gradient() -> None:
