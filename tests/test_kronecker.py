@@ -385,9 +385,9 @@ def test_a_basis_is_rounded_once_for_both_ways(monkeypatch: pytest.MonkeyPatch) 
     blocks = importlib.import_module("hf_emopt.rules.blocks")
     rounded = []
 
-    def counted(x: Tensor) -> tuple[Tensor, Tensor]:
+    def counted(x: Tensor, peak: Tensor | None = None) -> tuple[Tensor, Tensor]:
         rounded.append(tuple(x.shape))
-        return scaled_half(x)
+        return scaled_half(x, peak)
 
     weight = nn.Parameter(torch.randn(16, 12))
     optimizer = hf_emopt.SOAP([weight], matmul_precision="fp16", precondition_frequency=100)
