@@ -400,8 +400,8 @@ def test_a_basis_is_rounded_once_for_both_ways(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_refreshes_in_float16_leave_no_direction_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products of every step have 11 bits. Refreshes split their factors, and roots are damped by the 1e-6 of float32 and not
-    by TF32's 1e-3: what 11 bits leave alone costs a run 0.05 to 0.35 (docs/convergence.md)."""
+    """Products of every step have 11 bits. Refreshes split their factors, and roots are damped by 1e-5 and not by TF32's
+    1e-3: what 11 bits leave alone costs a run 0.05 to 0.35 (docs/convergence.md)."""
     asked = []
 
     def recorded(function):
@@ -417,7 +417,7 @@ def test_refreshes_in_float16_leave_no_direction_alone(monkeypatch: pytest.Monke
     for cls, options in ((hf_emopt.SOAP, {}), (hf_emopt.Shampoo, {"root_solver": "coupled_newton"})):
         params, optimizer = make(cls, matmul_precision="fp16", **options)
         run(params, optimizer, range(6))
-    assert set(asked) == {("refresh_eigenbasis", "fp16", None), ("inverse_root", "fp16", 1e-6)}
+    assert set(asked) == {("refresh_eigenbasis", "fp16", None), ("inverse_root", "fp16", 1e-5)}
 
 
 @pytest.mark.parametrize("cls", RULES)

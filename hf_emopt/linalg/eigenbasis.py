@@ -336,9 +336,10 @@ def _orthogonal_iteration(basis: _Basis, shift: Tensor, precision: Precision) ->
     x = torch.linalg.cholesky_ex(b).L
     x = x / torch.linalg.vector_norm(x, dim=-2, keepdim=True)
     gram = _symmetric_product(x, x, precision)
-    # Shifted Cholesky-QR (Fukaya et al. 2020) bears a numerically singular Gram matrix. The Newton-Schulz step removes
-    # the error, of the size of the shift, again.
-    gram.diagonal(dim1=-2, dim2=-1).add_(math.sqrt(x.shape[-1]) * _gram_roundoff(x.dtype, precision))
+    # The columns have length 1; tensor cores cut sums of squares, and a diagonal that is too small is no Gram matrix's. And
+    # shifted Cholesky-QR (Fukaya et al. 2020) bears one that is numerically singular. The Newton-Schulz steps remove the
+    # error, of the size of the shift, again.
+    gram.diagonal(dim1=-2, dim2=-1).fill_(1.0 + math.sqrt(x.shape[-1]) * _gram_roundoff(x.dtype, precision))
     upper = torch.linalg.cholesky_ex(gram).L.mT
     rotation = torch.linalg.solve_triangular(upper, x, upper=True, left=False)
     return _orthonormalize(_product(basis.q, rotation, split), precision)
@@ -374,9 +375,9 @@ def _gram_roundoff(dtype: torch.dtype, precision: Precision) -> float:
 
 def _orthonormalize(x: Tensor, precision: Precision) -> Tensor:
     """Newton-Schulz steps ``X (3 I - X^T X) / 2``, each of which makes ``3/4 E^2`` of an orthogonality error ``E``: one in
-    float32, three in float64. In place of a second Cholesky pass, since a product is cheaper than a factorisation on a
+    float32, two of split factors, which begin with a larger error, three in float64. In place of a second Cholesky pass, since a product is cheaper than a factorisation on a
     GPU. What remains is the error of ``X^T X``, which has 22 bits at least; the correction is small, and 11 bits of it do."""
-    for _ in range(1 if x.dtype == torch.float32 else 3):
+    for _ in range(3 if x.dtype == torch.float64 else 2 if precision == "fp16" else 1):
         if precision == "highest" or x.dtype == torch.float64:
             with matmul_precision("highest"):
                 error = torch.baddbmm(eye_like(x), x.mT, x, alpha=-1.0)

@@ -54,8 +54,8 @@ class SOAP(MatrixOptimizer):
         max_update_rms: cap on the RMS of a matrix's update before the learning rate; ``None`` for none. Without it, a
             basis refreshed every step can make steps of ten to seventy times the learning rate.
         matmul_precision: of float32 products: ``"highest"``, ``"bf16x3"``, ``"tf32"``, or ``"fp16"``, whose products
-            are as accurate as the third's and faster, while bases are refreshed as in the second and Shampoo's roots made
-            nearly as in the first. What ``"tf32"`` leaves of these is felt in the loss; see docs/convergence.md.
+            are as accurate as the third's and faster, while bases are refreshed and Shampoo's roots made nearly as in the
+            first. What ``"tf32"`` leaves of these is felt in the loss; see docs/convergence.md.
         factor_storage: ``"float32"``, ``"packed"`` (one triangle), ``"bfloat16"``, ``"float16"`` or ``"int8"`` (diagonal in
             float32, correlations in 8 bits); see :mod:`hf_emopt.rules.factor_storage`.
         basis_dtype: dtype in which bases are kept.

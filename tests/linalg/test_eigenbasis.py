@@ -95,8 +95,8 @@ def test_estimates_are_those_of_the_result(method: str) -> None:
     torch.testing.assert_close(result.off_diagonal, off_diagonal(a, result.q), rtol=1e-6, atol=1e-14)
 
 
-@pytest.mark.parametrize("precision", ["highest", "bf16x3", "tf32_emulated"])
-@pytest.mark.parametrize("decay", [1, 3])
+@pytest.mark.parametrize("precision", ["highest", "bf16x3", "tf32_emulated", "fp16"])
+@pytest.mark.parametrize("decay", [1, 3, 4])
 def test_a_far_basis_needs_no_fallback(decay: int, precision: str) -> None:
     """The second refresh of a run: five gradients that have nothing in common with the first, whose basis it is."""
     generator = torch.Generator().manual_seed(0)
