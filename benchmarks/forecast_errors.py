@@ -51,12 +51,18 @@ OLDER = "older code"
 PRESENT_KERNELS = (
     "step_single_1.1b_h200_5d3ec2d", "step_single_1.1b_h200_5d3ec2d_profile", "kernels_h200_c564af5",
     "kernels_h200_5c660cb", "step_single_1.1b_h200_226d713_shampoo", "step_single_1.1b_h200_3b683fd",
+    "step_single_1.1b_h200_02d516b", "step_fsdp2_1.1b_2xh200_d44b7ef", "step_ddp_1.1b_2xh200_d44b7ef",
+    "step_fsdp2_wide_2xh200_d44b7ef",
 )  # fmt: skip
 """Measured with the kernels as they are. All others are predicted from ``kernel_table_h200_c800a30``, the table of theirs."""
-PRESENT_PLANS = ("step_single_1.1b_h200_226d713_shampoo", "step_single_1.1b_h200_3b683fd")
+WITH_EPSILON = ("step_single_1.1b_h200_226d713_shampoo", "step_single_1.1b_h200_3b683fd")
+"""Shampoo with a relative epsilon of 1e-3."""
+PRESENT_PLANS = (
+    *WITH_EPSILON, "step_single_1.1b_h200_02d516b", "step_fsdp2_1.1b_2xh200_d44b7ef", "step_ddp_1.1b_2xh200_d44b7ef",
+    "step_fsdp2_wide_2xh200_d44b7ef",
+)  # fmt: skip
 """Measured since matrices of one shape lie together in a plan and one process has buckets of twice the size; products of
-factors in float16, and a relative epsilon of 1e-3. Before, a plan followed names among matrices of one cost, and those
-products were in TF32."""
+factors in float16. Before, a plan followed names among matrices of one cost, and those products were in TF32."""
 FITTED_FILES = (
     "step_ddp_1.1b_2xh200", "refresh_2048_h200", "step_fsdp2_1.1b_2xh200_1946bf8", "step_ddp_1.1b_2xh200_1946bf8",
     "step_single_1.1b_h200_5d3ec2d_profile", "step_single_1.1b_h200_226d713_shampoo",
@@ -154,7 +160,7 @@ def whole_steps(path: Path) -> Iterator[Point]:
         cls, options = OPTIMIZERS[optim]
         if path.stem in PRESENT_PLANS and "matmul_precision" in options:
             options = {**options, "matmul_precision": "fp16"}
-            options |= {"relative_epsilon": 1e-3} if optim == "shampoo" else {}
+            options |= {"relative_epsilon": 1e-3} if optim == "shampoo" and path.stem in WITH_EPSILON else {}
         made = forecast(cls(model, **options), layout, TWO, model, max_bucket_numel=numel)
         scheduled = optim in ("soap", "shampoo", "kl_shampoo")
         measured = row["optimizer_mean" if scheduled else "optimizer"]

@@ -23,9 +23,9 @@ _REFRESH_SIDE = {"soap": 1.83e-3, "shampoo": 1.96e-3, "kl_shampoo": 5.07e-3}
 _REFRESH_CALL = {"soap": 11.5e-3, "shampoo": 0.97e-3, "kl_shampoo": 0.97e-3}
 # Of Shampoo's roots on symmetric products in float16: a side from a whole step, of which 0.79 are its products and passes
 # alone; a call's is guessed.
-# With split factors: 8 steps of 12 products and 3 of 4, at what each was measured at, and the splits at bandwidth.
+# With split factors, 0.72 ms more: 38.2 of two steps of one process, of 53 sides.
 _HALF_SIDE, _HALF_CALL = 0.82e-3, 0.3e-3
-_SPLIT_SIDE = 2.6e-3
+_SPLIT_SIDE = 1.54e-3
 
 
 @dataclass(frozen=True)
