@@ -375,8 +375,9 @@ def _gram_roundoff(dtype: torch.dtype, precision: Precision) -> float:
 
 def _orthonormalize(x: Tensor, precision: Precision) -> Tensor:
     """Newton-Schulz steps ``X (3 I - X^T X) / 2``, each of which makes ``3/4 E^2`` of an orthogonality error ``E``: one in
-    float32, two of split factors, which begin with a larger error, three in float64. In place of a second Cholesky pass, since a product is cheaper than a factorisation on a
-    GPU. What remains is the error of ``X^T X``, which has 22 bits at least; the correction is small, and 11 bits of it do."""
+    float32, two of split factors, which begin with a larger error, three in float64. In place of a second Cholesky pass,
+    since a product is cheaper than a factorisation on a GPU. What remains is the error of ``X^T X``, which has 22 bits at
+    least; the correction is small, and 11 bits of it do."""
     for _ in range(3 if x.dtype == torch.float64 else 2 if precision == "fp16" else 1):
         if precision == "highest" or x.dtype == torch.float64:
             with matmul_precision("highest"):
