@@ -35,7 +35,7 @@ RefreshMethod: TypeAlias = Literal["orthogonal_iteration", "qr", "eigh", "first_
 # roundoff four times as many, since the sums are rounded as well.
 _NOISE = 16
 # Of split factors.
-_SPLIT_ROUNDOFF = 2.0**-22
+_PARTS_ROUNDOFF = 2.0**-22
 # Norm of the generator of one first-order rotation: its second-order exponential is then orthogonal to 0.35^4 / 4 = 4e-3
 # and to 1e-5 after one Newton-Schulz step.
 _MAX_ROTATION = 0.35
@@ -365,12 +365,12 @@ def _product(a: Tensor, b: Tensor, precision: Precision) -> Tensor:
 
 def _roundoff(dtype: torch.dtype, precision: Precision) -> float:
     """Of :func:`_product`. Sums of split factors are cut by the units: four times a factor's rounding."""
-    return 4 * _SPLIT_ROUNDOFF if precision == "fp16" and dtype == torch.float32 else unit_roundoff(dtype, precision)
+    return 4 * _PARTS_ROUNDOFF if precision == "fp16" and dtype == torch.float32 else unit_roundoff(dtype, precision)
 
 
 def _gram_roundoff(dtype: torch.dtype, precision: Precision) -> float:
-    exact = unit_roundoff(dtype, "highest")
-    return exact if precision == "highest" else max(exact, _SPLIT_ROUNDOFF)
+    exact = precision == "highest" or dtype == torch.float64
+    return unit_roundoff(dtype, "highest") if exact else _PARTS_ROUNDOFF
 
 
 def _orthonormalize(x: Tensor, precision: Precision) -> Tensor:

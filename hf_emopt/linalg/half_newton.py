@@ -47,7 +47,8 @@ def half_newton(
 
     Args:
         e: ``(N, d, d)`` float32, ``M_0 - I``, symmetric; changed in place.
-        steps: coefficients of each ``P(M)``, lowest first, of the first or second degree.
+        steps: coefficients of each ``P(M)``, lowest first: of the first degree, or of the second in steps that are split and
+            in those with ``P(1) = 1``.
         p: of the root ``M_0^(-1/p)``.
         active: ``(N,)`` bool; the other blocks wait through steps with ``P(1) != 1``.
         lowest: bound on the eigenvalues of ``M_0``.
@@ -78,12 +79,11 @@ def _step(
     lift = _lift(polynomial)
     if len(polynomial) == 2:
         d, m = _factors(e, lift, polynomial[1], active)
-    else:  # in powers of E: without a lift D vanishes with it
+    else:  # in powers of E, with which D vanishes
+        assert lift == 0.0
         half, m = _factors(e, 0.0, 1.0, active)
         _, c1, c2 = polynomial
-        d = symmul(half, half, half, alpha=c2, beta=c1 + 2 * c2, diagonal=lift)
-        if lift:
-            d.mul_(active.to(d.dtype).view(-1, 1, 1))
+        d = symmul(half, half, half, alpha=c2, beta=c1 + 2 * c2)
     if x is None:
         x = d.float()
         _diagonal(x).add_(1.0)

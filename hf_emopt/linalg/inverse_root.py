@@ -90,7 +90,8 @@ def inverse_root(
             eigenvalue becomes ``e``, as facebookresearch/optimizers does (``PerturbationConfig``). The iterations cannot:
             where ``e`` does not lift the least eigenvalue above rounding they do not converge and fall back. In
             float32 that happens to every singular matrix unless ``relative_epsilon`` is at least 1e-6 (highest, and fp16,
-            which splits its factors below 1e-3), 1e-5 (bf16x3) or 1e-3 (tf32); it also sets the number of steps.
+            which splits its factors below 1e-3, but for sides of 2048 on a GPU), 1e-5 (those, bf16x3) or 1e-3 (tf32); it
+            also sets the number of steps.
         solver: ``eigh``; ``coupled_newton``, the coupled inverse Newton iteration (Guo and Higham 2006; Higham, Functions
             of Matrices, 7.18) with steps scaled to the spectrum's bounds; or ``coupled_higher_order``, its third-order
             form (Lakic 1998), unscaled.

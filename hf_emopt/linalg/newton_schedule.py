@@ -49,14 +49,17 @@ def newton_schedule(p: int, lowest: float, unit: float, degree: int = 1) -> tupl
 
 def _first_degree(p: int, lowest: float, unit: float) -> tuple[Polynomial, ...]:
     steps: list[Polynomial] = []
-    while lowest < 0.9:
+    error = (1 - lowest) / (1 + lowest)
+    # From there on the steps below halve it at least, for any p.
+    near = min(1 / 19, 1 / (p + 1))
+    while error > near:
         t = _steepest_line(p, lowest)
         peak = (p / (p + 1)) ** p / ((p + 1) * t)  # of m (1 - t m)^p, at m = 1 / ((p + 1) t)
         lowest = min(lowest * (1 - t * lowest) ** p, (1 - t) ** p) / peak
-        centre = 1.0 if lowest < 0.9 else 2 / (1 + lowest)  # the last of these steps puts 1 in the middle
+        error = (1 - lowest) / (1 + lowest)
+        centre = 1.0 if error > near else 2 / (1 + lowest)  # the last of these steps puts 1 in the middle
         a = (centre / peak) ** (1 / p)
         steps.append((a, -a * t))
-    error = (1 - lowest) / (1 + lowest)
     while error > unit:
         steps.append(((p + 1) / p, -1 / p))
         error = 0.5 * (p + 1) * error * error

@@ -1,4 +1,4 @@
-"""Symmetric products of 22 bits from 16-bit units: ``A = A_1 + 2^-11 A_2`` in float16, and three products.
+"""Products of 22 bits from 16-bit units, symmetric ones by half: ``A = A_1 + 2^-11 A_2`` in float16, and three products.
 
 ``A_1 B_1 + 2^-11 (A_1 B_2 + A_2 B_1)``; what is left out is of the size of float32's rounding. The mixed products are not
 symmetric, their sum is.
@@ -17,29 +17,28 @@ from torch import Tensor
 from hf_emopt.linalg.precision import multiply_16
 from hf_emopt.linalg.symmetric import kernels_pay
 from hf_emopt.linalg.triton import split_launch
+from hf_emopt.linalg.triton.split_launch import LOW
 
 __all__ = ["Parts", "general_product", "gram_product", "joined", "split", "split_product"]
-
-_LOW = 2.0**-11
 
 Parts: TypeAlias = "tuple[Tensor, Tensor]"
 """``A_1`` and ``A_2``, ``(N, d, d)`` float16."""
 
 
 def split(a: Tensor, *, scale: float = 1.0, diagonal: float = 0.0) -> Parts:
-    """Parts of ``scale A + diagonal I`` for ``(N, d, d)`` float32. The low ones are held 2^11 times as large, out of the
-    subnormal numbers of float16."""
-    if kernels_pay(a.device) and a.is_contiguous():
+    """Parts of ``scale A + diagonal I`` for ``(N, d, d)`` float32, whose entries must be below 65504 and are right to 2^-22
+    of themselves or 2^-36. The low ones are held 2^11 times as large, out of the subnormal numbers of float16."""
+    if kernels_pay(a.device) and a.is_contiguous() and a.numel():
         return split_launch.split(a, scale, diagonal)
     value = a * scale
     value.diagonal(dim1=-2, dim2=-1).add_(diagonal)
     high = value.half()
-    return high, ((value - high) * (1.0 / _LOW)).half()
+    return high, ((value - high) * (1.0 / LOW)).half()
 
 
 def joined(a: Parts) -> Tensor:
     """``A_1 + 2^-11 A_2`` in float32."""
-    return torch.add(a[0].float(), a[1], alpha=_LOW)
+    return torch.add(a[0].float(), a[1], alpha=LOW)
 
 
 def split_product(
@@ -59,16 +58,18 @@ def split_product(
     """``V = alpha A B + beta C + diagonal I`` of symmetric matrices that commute, symmetric bit for bit.
 
     Args:
+        a, b: parts of ``(N, d, d)``, see :func:`split`.
         c: ``(N, d, d)`` float32, symmetric, or in parts.
         active: ``(N,)`` bool; ``V`` is zero in the other blocks.
-        wide: give ``V + wide_diagonal I`` in float32. ``out`` takes it, and may be ``c``.
+        wide: give ``V + wide_diagonal I`` in float32. ``out``, ``(N, d, d)`` float32, takes it, and may be ``c``.
         parts: give the parts of ``V``.
 
     Returns:
         What was asked for, and ``None`` for what was not.
     """
     wide = wide or out is not None
-    if kernels_pay(a[0].device) and split_launch.takes(*a, *b, *(x for x in (c, out) if isinstance(x, Tensor))):
+    added = (c,) if isinstance(c, Tensor) else c or ()
+    if kernels_pay(a[0].device) and split_launch.takes(*a, *b, *added, *(() if out is None else (out,))):
         return split_launch.split_product(
             a, b, alpha, c, beta, diagonal, active, wide, wide_diagonal, out, parts
         )  # fmt: skip
@@ -88,7 +89,7 @@ def split_product(
 
 def gram_product(a: Tensor, b: Tensor, *, alpha: float = 1.0, diagonal: float = 0.0) -> Tensor:
     """``alpha A^T B + diagonal I`` of float32 ``(N, d, d)`` whose product is known to be symmetric, such as a Gram matrix or
-    ``Q^T A Q``: symmetric bit for bit."""
+    ``Q^T A Q``: float32, symmetric bit for bit. Entries as for :func:`split`."""
     turned = (True, True)
     if b is a and not a.is_contiguous() and a.mT.is_contiguous():  # as factorizations leave it
         parts, turned = (split(a.mT),) * 2, (False, False)
@@ -110,7 +111,7 @@ def gram_product(a: Tensor, b: Tensor, *, alpha: float = 1.0, diagonal: float = 
 
 
 def general_product(a: Tensor, b: Tensor) -> Tensor:
-    """``A B`` of any float32 ``(N, d, d)``, to 22 bits."""
+    """``A B`` of float32 ``(N, d, d)`` in float32, of factors with 22 bits. Entries as for :func:`split`."""
     left, right = split(a.contiguous()), split(b.contiguous())
     if _on_kernels(left, right):
         launched = split_launch.split_product(
@@ -131,4 +132,4 @@ def _transposed(a: Parts) -> Parts:
 
 def _products(a: Parts, b: Parts) -> Tensor:
     mixed = multiply_16(a[0], b[1]).add_(multiply_16(a[1], b[0]))
-    return multiply_16(a[0], b[0]).add_(mixed, alpha=_LOW)
+    return multiply_16(a[0], b[0]).add_(mixed, alpha=LOW)

@@ -365,6 +365,19 @@ def test_newton_schedule(root: int, lowest: float, degree: int) -> None:
     assert len(schedule) < (0.7 if lowest < 1e-3 else 1) * steps
 
 
+@pytest.mark.parametrize("degree", [1, 2])
+def test_schedules_end(degree: int) -> None:
+    """Also of the highest roots, whose Newton steps converge from nearby alone."""
+    for root in (20, 40, 48, 64):
+        for lowest in torch.logspace(-6, -0.1, 60).tolist():
+            schedule = newton_schedule(root, lowest, 2.0**-24, degree)
+            assert len(schedule) < 30
+            ends = torch.tensor([lowest, 1.0], dtype=torch.float64)
+            for step in schedule:
+                ends = ends * sum(c * ends**k for k, c in enumerate(step)) ** root
+            assert (ends - 1).abs().max() < 2.0**-20
+
+
 @pytest.mark.parametrize("root", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("lowest", [0.3, 5e-4, 5e-7])
 def test_steps_of_the_second_degree_take_fewer_products(root: int, lowest: float) -> None:

@@ -1,6 +1,6 @@
 """What goes into 16-bit products of Shampoo and SOAP, in as many passes as it has to be read.
 
-A matrix is divided by the power of two of its largest entry, which needs two: the first finds the entry, the second rounds. A
+A matrix is divided by the power of two of its largest entry: one pass finds that, unless it is known, another rounds. A
 step of a coupled iteration needs one, that writes both factors of its products.
 """
 

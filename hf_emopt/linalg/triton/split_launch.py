@@ -16,9 +16,11 @@ from hf_emopt.linalg.triton.launching import launch, specialization
 from hf_emopt.linalg.triton.runtime import architecture, interpreting
 from hf_emopt.linalg.triton.symmetric_launch import tile_table
 
-__all__ = ["split", "split_product", "takes"]
+__all__ = ["LOW", "split", "split_product", "takes"]
 
-_LOW = 2.0**-11
+LOW = 2.0**-11
+"""What the second part of a factor is to be multiplied by."""
+
 # Two sums of 128 x 128 take 128 registers of each thread; three stages of four blocks 192 KiB.
 _SIDE, _BLOCK_K = 128, 64
 _PRODUCT_OPTIONS = {"num_warps": 8, "num_stages": 3}
@@ -50,7 +52,7 @@ def split(x: Tensor, scale: float, diagonal: float) -> _Parts:
     programs = programs_of(d * d, batch, x.device)
     integers = (d * d, d, programs)
     key = ("split", specialization((x, high, low), integers), x.device)
-    arguments = (x, high, low, *integers, scale, diagonal, _LOW, BLOCK)
+    arguments = (x, high, low, *integers, scale, diagonal, LOW, BLOCK)
     launch(split_kernel, key, batch * programs, arguments, OPTIONS, x.device)
     return high, low
 
@@ -113,7 +115,7 @@ def split_product(
         parts,
         *trans,
         symmetric,
-        _LOW,
+        LOW,
         side,
         block_k,
         interpreting(),

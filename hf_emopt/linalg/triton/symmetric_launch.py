@@ -95,8 +95,8 @@ def symmetric_product(
             ``power=3``, ``t`` and ``b``: ``t^2 alpha A B^T + b C + diagonal I``, whatever ``beta`` is.
 
     Raises:
-        ValueError: strides so long that a tile does not fit in 32-bit offsets, ``alpha`` 0 with a ``beta``, a ``c`` with
-            ``power=2``, or none with ``power=3``.
+        ValueError: strides so long that a tile does not fit in 32-bit offsets, ``alpha`` 0 with a ``beta`` for a 16-bit
+            result, a ``c`` with ``power=2``, or none, or a 16-bit result, with ``power=3``.
     """
     last = c is not None and out.dtype == torch.float32
     if alpha == 0.0 and c is not None and beta != 0.0 and not last:
@@ -105,6 +105,8 @@ def symmetric_product(
         raise ValueError("a correction with power=2 belongs to alpha alone: leave out c")
     if correction is not None and power == 3 and (c is None or correction.ndim != 2):
         raise ValueError("a correction with power=3 is (B, 2), the second number for C: give c")
+    if correction is not None and power == 3 and not last:
+        raise ValueError(f"a correction with power=3 is for float32 results, got {out.dtype}")
     a, b, out = _as_batch(a), _as_batch(b), _as_batch(out)
     c = None if c is None else _as_batch(c)
     chosen = variants.chosen()
