@@ -30,6 +30,7 @@ from hf_emopt.forecast.hardware import EFFICIENCY, GPUS, NETWORKS, Gpu
 from hf_emopt.forecast.layouts import Layout
 from hf_emopt.forecast.products import newton_schulz_seconds
 from hf_emopt.forecast.step import Forecast, Machine, forecast
+from hf_emopt.linalg.triton import configs
 from hf_emopt.linalg.triton.configs import TABLE_VARIABLE
 from hf_emopt.matrix_optimizer import MatrixOptimizer
 
@@ -132,9 +133,12 @@ def as_measured(path: Path) -> Iterator[None]:
         os.environ[TABLE_VARIABLE] = str(RESULTS / "kernel_table_h200_c800a30.json")
     if path.stem not in PRESENT_PLANS:
         assignment._place, assignment.bucket_numel = _in_order_of_names, lambda large=False: largest()
+    # What was chosen from one table is not what the other has.
+    configs.choose.cache_clear()
     try:
         yield
     finally:
+        configs.choose.cache_clear()
         assignment._place, assignment.bucket_numel = place, largest
         os.environ.pop(TABLE_VARIABLE, None)
         if before is not None:

@@ -64,6 +64,8 @@ if INTERPRETING:
             factor, added = torch.ones(2, 1, 1).double(), 3.0 * torch.eye(70).double() + 4 * c.double()
             added += (t.double().view(2, 1, 1) ** 2 - 1) * 0.5 * (a.double() @ b.double().mT)
             expected = 0.5 * (a.double() @ b.double().mT) + added
+            # For float32 results alone, whose C is float32 too.
+            c, out = c.float(), out.float()
         correction = None if power is None else t if power < 3 else torch.stack((t, torch.full((2,), 4.0)), 1)
         numbers = {"alpha": 0.5, "beta": 0.0 if c is None else 2.0, "diagonal": 3.0, "power": power or 1}
         symmetric_product(a, b, c, out, config=config, correction=correction, **numbers)  # type: ignore[arg-type]
@@ -75,6 +77,8 @@ if INTERPRETING:
             symmetric_product(a, a, a, a, alpha=1.0, beta=1.0, correction=torch.ones(1), power=2)
         with pytest.raises(ValueError, match="give c"):
             symmetric_product(a, a, None, a, alpha=1.0, beta=1.0, correction=torch.ones(1, 2), power=3)
+        with pytest.raises(ValueError, match="float32 results"):
+            symmetric_product(a, a, a, a, alpha=1.0, beta=1.0, correction=torch.ones(1, 2), power=3)
 
     def cast(x: Tensor, dtype: torch.dtype = torch.float16) -> tuple[Tensor, Tensor]:
         out, correction = torch.full(x.shape, float("nan"), dtype=dtype), torch.full(x.shape[:1], float("nan"))
