@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 from torch import nn
 
-from hf_emopt.forecast.amounts import Array, BucketAmounts, Memory, bucket_amounts, held, memory, spread, total
+from hf_emopt.forecast.amounts import Array, BucketAmounts, Kind, Memory, bucket_amounts, held, memory, spread, total
 from hf_emopt.forecast.hardware import EFFICIENCY, HOST, Gpu, Network
 from hf_emopt.forecast.layouts import Layout, Placed, place
 from hf_emopt.forecast.products import has_kernels
 from hf_emopt.forecast.refreshes import refreshes
-from hf_emopt.forecast.work import UNFUSED, Passes, passes, refresh_seconds, transform_work
+from hf_emopt.forecast.work import UNFUSED, Passes, Work, passes, refresh_seconds, transform_work
 from hf_emopt.matrix_optimizer import MatrixOptimizer
 from hf_emopt.rules.muon import MuonRule
 
@@ -187,6 +187,7 @@ def _transforms(
     """Seconds of transforms and of their sums by rank, and batches of the rank with most."""
     world = placed.layout.world_size
     products, sums, batches = np.zeros(world), np.zeros(world), np.zeros(world)
+    known: dict[tuple[int, Kind, int], Work] = {}  # most batches are like others
     for b in buckets:
         group = optimizer.param_groups[b.bucket.group]
         storage = b.bucket.storage
@@ -194,7 +195,10 @@ def _transforms(
         for position, kinds in b.batches.items():
             where = divmod(position, storage.shards)
             for kind, count in kinds.items():
-                work = transform_work(machine.gpu, optimizer.rule, group, kind, count, (id(optimizer), b.bucket.group))
+                key = (b.bucket.group, kind, count)
+                if key not in known:
+                    known[key] = transform_work(machine.gpu, optimizer.rule, group, kind, count)
+                work = known[key]
                 seconds[where] += work.seconds
                 calls[where] += 1
                 if work.parts > 1 and kind.cut is not None:

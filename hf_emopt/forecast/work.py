@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from hf_emopt.forecast.amounts import Array, Kind
 from hf_emopt.forecast.hardware import EFFICIENCY, GPUS, Gpu
@@ -110,24 +109,8 @@ def _rule_bytes(rule: MatrixRule, group: Group, gpu: Gpu) -> tuple[float, int]:
     return 114.0 if rule.name == "shampoo" and _in_half(gpu, group) else 200.0, 4
 
 
-def transform_work(gpu: Gpu, rule: MatrixRule, group: Group, kind: Kind, count: int, group_key: Any = None) -> Work:
-    """One batch of ``count`` matrices of a kind.
-
-    Args:
-        group_key: anything hashable that stands for the group's hyperparameters, for results to be kept.
-    """
-    if group_key is None:
-        return _work(gpu, rule, group, kind, count)
-    key = (gpu.name, gpu.bf16, rule.name, group_key, kind, count)
-    if key not in _known:
-        _known[key] = _work(gpu, rule, group, kind, count)
-    return _known[key]
-
-
-_known: dict[Any, Work] = {}
-
-
-def _work(gpu: Gpu, rule: MatrixRule, group: Group, kind: Kind, count: int) -> Work:
+def transform_work(gpu: Gpu, rule: MatrixRule, group: Group, kind: Kind, count: int) -> Work:
+    """One batch of ``count`` matrices of a kind."""
     m, n = kind.shape
     if isinstance(rule, KroneckerRule):
         return Work(count * _kronecker_seconds(gpu, rule, group, m, n), launches=200)
