@@ -192,6 +192,18 @@ def points() -> list[forecast_errors.Point]:
     return forecast_errors.points()
 
 
+def test_a_forecast_is_of_its_own_optimizer_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where Python gives an optimizer the address of one that is gone."""
+    monkeypatch.setattr("hf_emopt.forecast.step.id", lambda value: 1, raising=False)
+
+    def products(steps: int) -> float:
+        return forecast(hf_emopt.Muon(squares(), ns_steps=steps), Layout("ddp", 1), M).products
+
+    found = [(products(3), products(9)) for _ in range(2)]
+    assert found[0][0] < found[0][1]
+    assert len(set(found)) == 1
+
+
 def test_muons_steps_are_within_15_percent(points: list[forecast_errors.Point]) -> None:
     """Every stored step of Muon by the code as it is, on one, two and four GPUs, with constants from one and two.
 

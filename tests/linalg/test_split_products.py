@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from interpreted import INTERPRETING, run_in_interpreter
@@ -75,6 +78,22 @@ if not INTERPRETING:
 
 if INTERPRETING:
 
+    def check_kernel(run: Callable[[], list[Tensor]], launched: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        """So many launches give, bit for bit, what torch gives."""
+        launches = []
+        kernel = split_launch.split_product
+
+        def counted(*arguments: Any, **options: Any) -> Any:
+            launches.append(arguments)
+            return kernel(*arguments, **options)
+
+        monkeypatch.setattr(split_products.split_launch, "split_product", counted)
+        found = run()
+        assert len(launches) == launched
+        monkeypatch.setattr(split_products, "kernels_pay", lambda device: False)
+        for one, other in zip(found, run(), strict=True):
+            assert torch.equal(one, other)
+
     @pytest.mark.parametrize("d", [32, 40, 72])
     @pytest.mark.parametrize("c", [None, "float32", "parts"])
     def test_kernel(d: int, c: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,19 +113,7 @@ if INTERPRETING:
             assert parts is not None
             return [wide, *parts]
 
-        launches = []
-        kernel = split_launch.split_product
-
-        def counted(*arguments: object) -> object:
-            launches.append(arguments)
-            return kernel(*arguments)  # type: ignore[arg-type]
-
-        monkeypatch.setattr(split_products.split_launch, "split_product", counted)
-        found = run()
-        assert len(launches) == 1
-        monkeypatch.setattr(split_products, "kernels_pay", lambda device: False)
-        for one, other in zip(found, run()):
-            assert torch.equal(one, other)
+        check_kernel(run, 1, monkeypatch)
 
     @pytest.mark.parametrize("d", [32, 72])
     def test_kernels_of_any_matrices(d: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,19 +131,7 @@ if INTERPRETING:
                 general_product(y.mT, x),
             ]
 
-        launches = []
-        kernel = split_launch.split_product
-
-        def counted(*arguments: object, **options: object) -> object:
-            launches.append(arguments)
-            return kernel(*arguments, **options)  # type: ignore[arg-type]
-
-        monkeypatch.setattr(split_products.split_launch, "split_product", counted)
-        found = run()
-        assert len(launches) == 5
-        monkeypatch.setattr(split_products, "kernels_pay", lambda device: False)
-        for one, other in zip(found, run()):
-            assert torch.equal(one, other)
+        check_kernel(run, 5, monkeypatch)
 
     def test_parts_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
         a = commuting(70)[0].float()
