@@ -1,4 +1,4 @@
-"""Small orthogonalizations as CUDA graphs.
+"""Small orthogonalizations, roots and bases as CUDA graphs.
 
 A matrix of some million elements is orthogonalized in less time than a host needs to launch twenty kernels. The second
 call with the same shape records everything between normalization and the last product (of the smallest ones normalization
@@ -8,10 +8,14 @@ is read and the result is written where the caller's tensors are.
 At most ``_MAX_BYTES`` are kept a device, the least recently used graph going first. Nothing is recorded while somebody else
 records (then the kernels become part of that graph), for problems above ``_MAX_ELEMENTS``, or with
 ``HF_EMOPT_DISABLE_CUDA_GRAPHS=1``.
+
+Roots and bases are some hundred launches for a few sides, which take a host as long as a GPU. They are recorded by
+:func:`replayed`, whose graphs share their memory: what they read is copied there, and what they give is copied from there.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -21,12 +25,18 @@ from torch import Tensor
 
 from hf_emopt.linalg.triton.runtime import current_stream, variable
 
-__all__ = ["DISABLE_VARIABLE", "clear", "recorded"]
+__all__ = ["DISABLE_VARIABLE", "clear", "recorded", "replayed"]
+
+logger = logging.getLogger("hf_emopt")
 
 DISABLE_VARIABLE = "HF_EMOPT_DISABLE_CUDA_GRAPHS"
 # Elements of two copies of the matrices and of four squares beside them: 640 MiB in 16 bits.
 _MAX_ELEMENTS = 5 * 2**26
 _MAX_BYTES = 2**30
+# Of the first input of replayed(). Refreshes of more keep the GPU busy for longer than a host needs; this many take 1.5 GiB.
+_MAX_REPLAYED_ELEMENTS = 6 * 2**22
+_MAX_REPLAYED = 64
+_ALIGNMENT = 256
 
 Pair = tuple[Tensor, Tensor]
 
@@ -42,16 +52,53 @@ class _Recording:
 _seen: OrderedDict[Hashable, _Recording | None] = OrderedDict()
 
 
+@dataclass
+class _Replay:
+    graph: torch.cuda.CUDAGraph
+    sources: list[Tensor]
+    results: list[Tensor]
+
+
+class _Room:
+    """What the graphs of one stream share: a pool for what they make on the way, and a buffer for what goes in and out."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.pool = device, torch.cuda.graph_pool_handle()
+        # One for all: memory that one recording gives back to the pool is found again on its own stream only.
+        self.stream = torch.cuda.Stream(device)
+        self.buffer = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def carve(self, likes: Sequence[Tensor]) -> list[Tensor]:
+        """Contiguous tensors of these shapes and dtypes, side by side in the buffer."""
+        sizes = [-(-x.numel() * x.element_size() // _ALIGNMENT) * _ALIGNMENT for x in likes]
+        if self.buffer.numel() < sum(sizes):
+            # Graphs that were recorded on a smaller one keep that; by doubling, all of them are no more than this one.
+            self.buffer = torch.empty(1 << sum(sizes).bit_length(), dtype=torch.uint8, device=self.device)
+        parts = self.buffer[: sum(sizes)].split(sizes)
+        return [part[: x.numel() * x.element_size()].view(x.dtype).view(x.shape) for part, x in zip(parts, likes)]
+
+
+# Before the second call the shapes of the results, and nothing of what cannot be recorded.
+_replays: OrderedDict[Hashable, _Replay | list[Tensor] | None] = OrderedDict()
+_rooms: dict[Hashable, _Room] = {}
+
+
 def clear() -> None:
     """Forgets all graphs and frees their memory."""
     _seen.clear()
+    _replays.clear()
+    _rooms.clear()
 
 
 def usable(batch: int, m: int, n: int, device: torch.device) -> bool:
     """Whether a problem with short side ``m`` is recorded at all."""
+    return batch * (2 * m * n + 4 * m * m) <= _MAX_ELEMENTS and _can_record(device)
+
+
+def _can_record(device: torch.device) -> bool:
     if device.type != "cuda" or variable(DISABLE_VARIABLE) not in ("", "0"):
         return False
-    return batch * (2 * m * n + 4 * m * m) <= _MAX_ELEMENTS and not torch.cuda.is_current_stream_capturing()
+    return not torch.cuda.is_current_stream_capturing()
 
 
 def recorded(
@@ -107,3 +154,81 @@ def _remember(key: Hashable, recording: _Recording | None) -> None:
         _seen.popitem(last=False)
     while len(_seen) > 256:
         _seen.popitem(last=False)
+
+
+# ------------------------------------------------------------------ with shared memory
+
+
+def replayed(key: Hashable, inputs: Sequence[Tensor], work: Callable[..., tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """``work(*inputs)``, replayed from its second call on.
+
+    Args:
+        key: everything that the work depends on but its input.
+        inputs: of one device; shapes and dtypes are part of the key.
+        work: as for :func:`recorded`, and nothing of what it reads may lie elsewhere and change. Gives no view of an input.
+
+    Returns:
+        Tensors of the caller's own. Where nothing can be recorded, or the inputs are too large for it to matter, those of the
+        work itself.
+    """
+    device = inputs[0].device
+    if not _can_record(device) or inputs[0].numel() > _MAX_REPLAYED_ELEMENTS:
+        return work(*inputs)
+    place = device, current_stream(device)
+    full_key = (key, *((x.shape, x.dtype) for x in inputs), *place)
+    if full_key not in _replays:
+        made = work(*inputs)  # compiles what has to be
+        _keep(full_key, [torch.empty_like(x, device="meta") for x in made])
+        return made
+    known = _replays[full_key]
+    if isinstance(known, list):
+        room = _rooms.setdefault(place, _Room(device))
+        known = _record_shared([*inputs], known, work, room)
+    _keep(full_key, known)
+    if known is None:
+        return work(*inputs)
+    for source, x in zip(known.sources, inputs):
+        source.copy_(x)
+    known.graph.replay()
+    return tuple([result.clone() for result in known.results])
+
+
+def _record_shared(
+    inputs: list[Tensor], likes: list[Tensor], work: Callable[..., tuple[Tensor, ...]], room: _Room
+) -> _Replay | None:
+    """Records the work on parts of the room's buffer; ``None``, and a warning, where a library does not allow it.
+
+    All other memory goes back to the pool, where the next recording finds it: graphs run one after another, and what one
+    gives has been copied before the next begins.
+    """
+    device, carved = room.device, room.carve([*inputs, *likes])
+    sources, results = carved[: len(inputs)], carved[len(inputs) :]
+    graph = torch.cuda.CUDAGraph()
+    room.stream.wait_stream(torch.cuda.current_stream(device))
+    generator = torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+    state = generator.clone_state()
+    try:
+        with torch.cuda.device(device), torch.cuda.stream(room.stream):
+            # Not torch.cuda.graph, which empties the allocator's cache. Other threads may use the device meanwhile.
+            graph.capture_begin(pool=room.pool, capture_error_mode="thread_local")
+            try:
+                for result, value in zip(results, work(*sources), strict=True):
+                    result.copy_(value)
+            finally:
+                graph.capture_end()
+    except RuntimeError as error:
+        generator.graphsafe_set_state(state)  # the one it has believes that it is recorded still
+        logger.warning(
+            "a refresh of %s could not be recorded as a CUDA graph, and its kernels are launched one by one: %s",
+            tuple(inputs[0].shape), error,
+        )  # fmt: skip
+        return None
+    torch.cuda.current_stream(device).wait_stream(room.stream)
+    return _Replay(graph, sources, results)
+
+
+def _keep(key: Hashable, replay: _Replay | list[Tensor] | None) -> None:
+    _replays[key] = replay
+    _replays.move_to_end(key)
+    while len(_replays) > _MAX_REPLAYED:
+        _replays.popitem(last=False)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_emopt.linalg.batches import finite_blocks
+from hf_emopt.linalg.cuda_graphs import replayed
 from hf_emopt.linalg.failures import with_ladder
 from hf_emopt.linalg.inverse_root import RootSolver, inverse_root
 from hf_emopt.rules.adam import adam_direction
@@ -226,8 +227,13 @@ class ShampooRule(KroneckerRule):
         # What needs no look at its result to go on is tried without one.
         optimistic = None if solver == "eigh" else partial(root, fallback=False)
         if unread and optimistic is not None:
-            tried = optimistic(factor)
-            return Refreshed({"root": tried.value}, _unstorable(tried.value, tried.failed, group), unread=True)
+
+            def work(a: Tensor) -> tuple[Tensor, Tensor]:
+                tried = optimistic(a)
+                return tried.value, tried.failed
+
+            value, failed = replayed(("root", *sorted(root.keywords.items())), (factor,), work)
+            return Refreshed({"root": value}, _unstorable(value, failed, group), unread=True)
         outcome = with_ladder(root, factor, optimistic=optimistic)
         self.ladder += outcome.report
         clean = not outcome.failed_blocks and group["root_dtype"] != "float16"

@@ -128,7 +128,8 @@ def test_split_products_of_any_matrices(d: int) -> None:
     q = torch.linalg.qr(torch.randn(2, d, d, device="cuda", dtype=torch.float64)).Q
     a = (q * torch.logspace(0, -6, d, device="cuda", dtype=torch.float64)) @ q.mT
     x = torch.linalg.qr(torch.randn(2, d, d, device="cuda")).Q
-    bound = 2.0**-20 + d // 16 * 2.0**-24
+    # Columns of length 1: their squares, all of one sign, were cut by 1.1 to 1.2 units of 2^-24 in each step of depth 16.
+    bound = 2.0**-20 + d // 16 * 2.0**-23
     image = general_product(a.float(), x)
     assert (image.double() - a @ x.double()).norm() <= bound * a.norm()
     for basis in (x.contiguous(), x.mT.contiguous().mT):
