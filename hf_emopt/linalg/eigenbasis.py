@@ -24,6 +24,7 @@ from hf_emopt.linalg.batches import (
     relative_norm,
     spectral_bound,
 )
+from hf_emopt.linalg.cholesky import cholesky, triangular_solve_right
 from hf_emopt.linalg.precision import Precision, check_precision, matmul_precision, product, unit_roundoff
 from hf_emopt.linalg.split_products import general_product, gram_product
 
@@ -333,15 +334,14 @@ def _orthogonal_iteration(basis: _Basis, shift: Tensor, precision: Precision) ->
     b.diagonal(dim1=-2, dim2=-1).add_(shift.squeeze(-1))
     # Of b the factorization reads the lower triangle alone, so rounding that is not symmetric does no harm. Without the
     # host: a block that is not positive definite comes out as no basis, and is found as such by the caller.
-    x = torch.linalg.cholesky_ex(b).L
+    x = cholesky(b).lower
     x = x / torch.linalg.vector_norm(x, dim=-2, keepdim=True)
     gram = _symmetric_product(x, x, precision)
     # The columns have length 1; tensor cores cut sums of squares, and a diagonal that is too small is no Gram matrix's. And
     # shifted Cholesky-QR (Fukaya et al. 2020) bears one that is numerically singular. The Newton-Schulz steps remove the
     # error, of the size of the shift, again.
     gram.diagonal(dim1=-2, dim2=-1).fill_(1.0 + math.sqrt(x.shape[-1]) * _gram_roundoff(x.dtype, precision))
-    upper = torch.linalg.cholesky_ex(gram).L.mT
-    rotation = torch.linalg.solve_triangular(upper, x, upper=True, left=False)
+    rotation = triangular_solve_right(x, cholesky(gram))
     return _orthonormalize(_product(basis.q, rotation, split), precision)
 
 
