@@ -294,7 +294,11 @@ def _by_iteration(
     else:
         x, error = _full_newton(start, steps, p, active, precision)
     probes = random_probes(a)
-    residual = torch.cat([_root_residual(start[s], x[s], p, probes) for s in block_chunks(*a.shape[:2])]).to(a.dtype)
+    # Factors of 16 bits leave far more than float32 does: no copies of the matrices in float64 for those.
+    exact = start.dtype if half else torch.float64
+    chunks = [slice(None)] if half else block_chunks(*a.shape[:2])
+    residual = torch.cat([_root_residual(start[s].to(exact), x[s].to(exact), p, probes.to(exact)) for s in chunks])
+    residual = residual.to(a.dtype)
     value = _power(x, settings.fraction.numerator, "highest")
     untrusted = ~(error * error <= floor) | ~(residual <= settings.residual_limit) | ~finite_blocks(value)
     return value, residual, untrusted
@@ -356,7 +360,6 @@ def _power_deviation(d: Tensor, n: int, precision: Precision) -> Tensor:
 
 
 def _root_residual(a: Tensor, x: Tensor, p: int, probes: Tensor) -> Tensor:
-    a, x = a.double(), x.double()
     image = a @ probes
     y = image
     for _ in range(p):
