@@ -105,6 +105,8 @@ class Engine:
         self._own_states: dict[tuple[int, int], KeptStates] = {}
         self._batches: dict[int, tuple[Batch, ...]] = {}
         self._teams: dict[tuple[int, ...], Any] = {}
+        self.ends_at_once = False
+        """Whether the rule's ``end_step`` is called when all tasks of this step are done, before anybody reads state."""
         self._slots: dict[Matrix, tuple[int, ...]] = {}
         self._slots_for: tuple[int, ...] = ()
         self._follow_periods()

@@ -44,7 +44,7 @@ from hf_emopt.routing.unit import Unit
 from hf_emopt.rules.base import Group, MatrixRule
 from hf_emopt.rules.checks import check_flags
 from hf_emopt.state import STATE_VERSION
-from hf_emopt.stepping import Task, pipeline, step_aux_bucket, step_bucket, step_own_aux
+from hf_emopt.stepping import Task, in_order, pipeline, step_aux_bucket, step_bucket, step_own_aux
 from hf_emopt.stored import OffloadState, check_state_options, describe_memory
 from hf_emopt.validation import (
     checked_process_group,
@@ -348,12 +348,10 @@ class MatrixOptimizer(torch.optim.Optimizer):
             ok = agreement.ok
             if ok.device not in self._skipped:
                 self._skipped[ok.device] = torch.zeros((), device=ok.device)
-            self._skipped[ok.device].add_((~ok).float())
+            self._skipped[ok.device].add_(~ok)
         groups = [self._applied(group) for group in self.param_groups]
-        tasks = [  # the embedding, which a forward pass needs first, is among the latter
-            *self._tasks(engine.aux_plan, step_aux_bucket, groups),
-            *self._tasks(engine.plan, step_bucket, groups),
-        ]
+        others = self._tasks(engine.aux_plan, step_aux_bucket, groups)
+        matrices = self._tasks(engine.plan, step_bucket, groups)
         names = agreement.present - engine.shared_aux
         own = [
             task
@@ -363,11 +361,16 @@ class MatrixOptimizer(torch.optim.Optimizer):
         ]
         if self._overlaps and engine.world_size > 1:
             pipeline(own)
+            tasks = [*others, *matrices]  # the embedding, which a forward pass needs first, is among the others
             self._delayed.begin((task, [engine.parameter(b, i) for i in engine.present(b)]) for task, b in tasks)
         else:
-            matrices = [task for task, _ in tasks]
-            # The first pieces of offloaded state that leave make room for others: these are smaller than an embedding's.
-            pipeline([*own, *matrices] if engine.offload is None else [*matrices, *own])
+            queues = [task for task, _ in matrices], [task for task, _ in others], own
+            engine.ends_at_once = engine.watch is None  # which reads the state of each bucket
+            try:
+                pipeline(in_order(*queues, offloaded=engine.offload is not None))
+            finally:
+                engine.ends_at_once = False
+                engine.rule.end_step()
         engine.finish_copies()
 
     @property

@@ -34,6 +34,7 @@ __all__ = [
     "Task",
     "bucket_exchange",
     "conclude",
+    "in_order",
     "pipeline",
     "step_aux_bucket",
     "step_bucket",
@@ -42,6 +43,8 @@ __all__ = [
 
 Task = Iterator[None]
 State = dict[str, Tensor]
+
+_AHEAD = 2
 
 
 def pipeline(tasks: Iterable[Task]) -> None:
@@ -56,6 +59,18 @@ def pipeline(tasks: Iterable[Task]) -> None:
         _advance(begun)
     while begun:
         _advance(begun)
+
+
+def in_order(matrices: Sequence[Task], others: Sequence[Task], own: Sequence[Task], offloaded: bool) -> list[Task]:
+    """The tasks of a step in the order in which they begin.
+
+    What is stepped element by element keeps a host for longer than it keeps a GPU, so a GPU is given two buckets of matrices
+    before it. Of offloaded state the first pieces that leave make room for others, and those of matrices are smaller than an
+    embedding's: what needs no exchange (``own``) goes last there.
+    """
+    if offloaded:
+        return [*others, *matrices, *own]
+    return [*matrices[:_AHEAD], *others, *own, *matrices[_AHEAD:]]
 
 
 def _advance(begun: deque[Task]) -> None:

@@ -147,14 +147,13 @@ class Council:
         missing = [name for name in self.names if name not in present]
         flags = self._flags(device, frozenset(missing))
         if finite is not None:
-            flags[0] = ~finite.to(device)
+            flags[:, 0] = ~finite.to(device)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
-        count = len(self.names)
-        conflict = (flags[1 : count + 1] & flags[count + 1 :]).bool().any()
-        ok = (flags[0] == 0) & ~conflict
+        has, misses = flags
+        ok = (has & misses).amax() == 0
         if not missing:
             return Agreement(ok, present)
-        somewhere = flags[1 : count + 1].tolist()  # waits for the device, on ranks that miss something
+        somewhere = has[1:].tolist()  # waits for the device, on ranks that miss something
         elsewhere = {name for name, there in zip(self.names, somewhere) if there} - (present & set(self.names))
         if elsewhere:
             logger.warning(
@@ -165,11 +164,13 @@ class Council:
         return Agreement(ok, present | elsewhere)
 
     def _flags(self, device: torch.device, missing: frozenset[str]) -> Tensor:
-        """``[not finite, has it (n), misses it (n)]``, made of a template that is kept where nothing is missing."""
+        """Two rows, ``[not finite, has it (n)]`` and ``[not finite, misses it (n)]``: what one rank has and another misses is
+        as bad as what is not finite. Made of a template that is kept where nothing is missing."""
         key = (device, False)
         if missing or key not in self._templates:
             has = [name not in missing for name in self.names]
-            template = torch.tensor([False, *has, *(not h for h in has)], dtype=torch.uint8).to(device)
+            rows = [[False, *has], [False, *(not h for h in has)]]
+            template = torch.tensor(rows, dtype=torch.uint8).to(device)
             if missing:
                 return template
             self._templates[key] = template

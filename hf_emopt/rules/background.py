@@ -1,14 +1,15 @@
-"""Computing on the side: a worker thread, and on a GPU a stream of its own."""
+"""Computing on the side: a worker thread, or a stream of a GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
 
-__all__ = ["Background"]
+__all__ = ["Background", "Beside"]
 
 T = TypeVar("T")
 
@@ -49,6 +50,39 @@ class Background:
     def __getstate__(self) -> dict[str, object]:
         """Threads and streams are made anew by a copy."""
         return {"_executor": None, "_streams": {}}
+
+
+class Beside:
+    """A stream for work of a step that nothing else in the step waits for.
+
+    Small factorizations leave most of a GPU to others, so they run beside the products of the next matrices. Nobody may touch
+    what they read and write before :meth:`join`; then it is as if all had run on one stream.
+    """
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._open: set[torch.device] = set()
+
+    @contextmanager
+    def on(self, device: torch.device) -> Iterator[None]:
+        """What is queued inside runs after all that has been queued on the current stream, and beside what will be."""
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        stream = self._streams[device]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        self._open.add(device)
+        with torch.cuda.stream(stream):
+            yield
+
+    def join(self) -> None:
+        """Makes the current streams wait for all that was queued."""
+        for device in self._open:
+            torch.cuda.current_stream(device).wait_stream(self._streams[device])
+        self._open.clear()
+
+    def __getstate__(self) -> dict[str, object]:
+        """Streams are made anew by a copy."""
+        return {"_streams": {}, "_open": set()}
 
 
 def _without_gradients(function: Callable[[], T]) -> T:

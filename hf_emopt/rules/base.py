@@ -43,11 +43,13 @@ class Clock:
             :meth:`MatrixRule.periodic_costs` counts pieces; spread over the period by cost.
         key: names the batch, when all its matrices are present and the unit state is the batch's own; ``None`` when the
             unit state is a copy of some rows.
+        undisturbed: nobody reads or writes the unit state after the transform until the rule's ``end_step`` is called.
     """
 
     rounds: tuple[int, ...]
     slots: tuple[tuple[int, ...], ...] = ()
     key: tuple[int, int] | None = None
+    undisturbed: bool = False
 
 
 @dataclass(frozen=True)
@@ -235,6 +237,9 @@ class MatrixRule(ABC):
 
     def settle(self, key: tuple[int, int], storage: dict[str, Tensor]) -> None:  # noqa: B027 - most have none
         """Finishes work in the background for the batch ``key`` and writes it to the batch's unit state."""
+
+    def end_step(self) -> None:  # noqa: B027 - most have nothing
+        """After the last transform of a step: waits, on the device, for what was begun beside it."""
 
     def forget(self) -> None:  # noqa: B027 - most have nothing
         """Before all state is replaced: what would still be done to that of the last step is not."""

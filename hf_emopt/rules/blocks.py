@@ -23,6 +23,7 @@ __all__ = [
     "BlockClass",
     "BlockGrid",
     "BlockState",
+    "Half",
     "Rounded",
     "Side",
     "half_mode_products",
@@ -162,6 +163,9 @@ def mode_product(x: Tensor, matrix: Tensor, d: int) -> Tensor:
 Rounded = tuple[int, Tensor, Tensor]
 """A dimension, the float16 matrices that it is multiplied by, ``(B, p, b_d)``, and their scales ``(B, 1, 1)``."""
 
+Half = tuple[Tensor, Tensor]
+"""``(B, m, n)`` float16 and the scale of each matrix, ``(B, 1, 1)``: what ``scaled_half`` gives."""
+
 
 def mode_products(x: Tensor, matrices: Sequence[tuple[int, Tensor]], precision: Precision) -> Tensor:
     """Several of :func:`mode_product`, one after another: ``(dimension, matrix)``.
@@ -203,13 +207,14 @@ def peak_of_basis(matrix: Tensor) -> Tensor:
     return torch.ones(matrix.shape[0], device=matrix.device)
 
 
-def rounded_mode_products(x: Tensor, factors: Sequence[Rounded]) -> Tensor:
+def rounded_mode_products(x: Tensor, factors: Sequence[Rounded], half: Half | None = None) -> Tensor:
     """The result of :func:`half_mode_products`, multiplied by its scale."""
-    value, scale = half_mode_products(x, factors)
-    return value.mul_(scale.view(-1, 1, 1))
+    value, scale = half_mode_products(x, factors, half)
+    _scaled_into(value[:, None], scale, value[:, None])
+    return value
 
 
-def half_mode_products(x: Tensor, factors: Sequence[Rounded]) -> tuple[Tensor, Tensor]:
+def half_mode_products(x: Tensor, factors: Sequence[Rounded], half: Half | None = None) -> tuple[Tensor, Tensor]:
     """``y`` and ``s`` such that ``s y`` is the result of several of :func:`mode_product`, of float16 factors.
 
     What one product hands to the next is rounded as the factors are.
@@ -217,11 +222,12 @@ def half_mode_products(x: Tensor, factors: Sequence[Rounded]) -> tuple[Tensor, T
     Args:
         x: ``(B, m, n)``, or ``(N, count, m, n)`` for blocks where they lie, with ``B = N * count``; float32.
         factors: at least one.
+        half: ``x`` rounded, where that is known.
 
     Returns:
         ``(B, m, n)`` and ``(B,)``, float32.
     """
-    y, scale = scaled_half(x)
+    y, scale = scaled_half(x) if half is None else half
     for number, (d, factor, size) in enumerate(factors):
         last = number + 1 == len(factors)
         # Sums of numbers below 2 leave the range of float16 from 16,384 terms on.

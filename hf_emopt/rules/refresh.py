@@ -10,6 +10,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, Literal
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from hf_emopt.linalg.failures import LadderReport
 from hf_emopt.linalg.precision import matmul_precision
-from hf_emopt.rules.background import Background
+from hf_emopt.rules.background import Background, Beside
 from hf_emopt.rules.base import Clock, Group, MatrixRule
 from hf_emopt.rules.blocks import BlockGrid, BlockState, Side
 
@@ -115,6 +116,7 @@ class RefreshingRule(MatrixRule):
         self.failures = 0
         self.ladder = LadderReport()
         self._background = Background()
+        self._beside = Beside()
         self._flights: dict[tuple[int, int], list[_Flight]] = {}
         self._unread: dict[tuple[int, int], _Unread] = {}
         self._rows: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
@@ -299,6 +301,17 @@ class RefreshingRule(MatrixRule):
             arrived.record(torch.cuda.current_stream(failed.device))
         self._unread[key] = _Unread(sides, flags, arrived, dict(group))
 
+    def refresh_beside(
+        self, blocks: Sequence[BlockState], group: Group, ok: Tensor | None, clock: Clock, device: torch.device
+    ) -> None:
+        """:meth:`refresh` beside what follows in the step, where nothing in it needs the result."""
+        alone = not clock.undisturbed or device.type != "cuda" or group["refresh"] == "async"
+        with nullcontext() if alone else self._beside.on(device):
+            self.refresh(blocks, group, ok, clock)
+
+    def end_step(self) -> None:
+        self._beside.join()
+
     def mend(self, key: tuple[int, int] | None, state: dict[str, Tensor]) -> None:
         """Refreshes again, with the ladder, what failed in the batch's last step; before anything else of the next one.
 
@@ -322,6 +335,7 @@ class RefreshingRule(MatrixRule):
                 side.block.state = state
                 broken.append(self.side(side.block, side.d, numbers, side.order))
         if broken:
+            self._beside.join()  # libraries keep some memory for all streams
             with matmul_precision(unread.options["matmul_precision"]):
                 self.refresh_now(broken, unread.options, False, None)
 

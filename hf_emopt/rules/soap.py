@@ -7,13 +7,14 @@ W. Lin et al., arXiv:2509.03378, section 5.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import ClassVar, get_args
 
 import torch
 from torch import Tensor
 
+from hf_emopt.linalg.cuda_graphs import replayed
 from hf_emopt.linalg.eigenbasis import EigenbasisRefresh, RefreshMethod, refresh_eigenbasis
 from hf_emopt.linalg.failures import with_ladder
 from hf_emopt.linalg.precision import Precision, product
@@ -22,6 +23,7 @@ from hf_emopt.rules.base import Clock, Group
 from hf_emopt.rules.blocks import (
     BlockState,
     Side,
+    half_mode_products,
     mode_product,
     mode_products,
     peak_of_basis,
@@ -109,46 +111,47 @@ class SoapRule(KroneckerRule):
         if any(warming):
             gate = gate * x.new_tensor([0.0 if w else 1.0 for w in warming])
         unit_state["count"].add_(gate)
-        blocks, parts = self.blocks(x, unit_state, group), []
+        blocks = self.blocks(x, unit_state, group)
+        parts: list[Tensor] = []
+        scales: list[Tensor | None] = []
         with self.precision(group):
             for block in blocks:
-                parts.append(self._adam(block, group, gate))
-                self._update_factors(block, group, gate_of(ok, x), clock)
-            self.refresh(blocks, group, ok, clock)
-        update = self.grid(x.shape[1:], group).merge(
-            [p.view(x.shape[0], -1, *p.shape[1:]) for p in parts]
-        )  # fmt: skip
-        return self._capped(update, group)
+                rows = self.rows_of(block, group)
+                part, scale = self._adam(block, group, gate, rows)
+                parts.append(part.view(x.shape[0], -1, *part.shape[1:]))
+                scales.append(scale)
+                self._update_factors(block, group, gate_of(ok, x), clock, rows)
+            self.refresh_beside(blocks, group, ok, clock, x.device)
+        return self._capped(self.grid(x.shape[1:], group).merge(parts, scales), group)
 
-    def _adam(self, block: BlockState, group: Group, gate: Gate) -> Tensor:
-        """The update of each block, in the parameter's coordinates."""
-        dims = self.factored(block, group)
-        turn, turn_back = self._turns([(d, block.tensor("basis", d)) for d in dims], block, group)
-        projected = turn(block.grads)
+    def _adam(
+        self, block: BlockState, group: Group, gate: Gate, rows: tuple[Tensor, Tensor | None]
+    ) -> tuple[Tensor, Tensor | None]:
+        """The update of each block, in the parameter's coordinates, and what it is still to be multiplied by, if anything.
+
+        Args:
+            rows: of :meth:`rows_of`.
+        """
+        bases = [(d, block.tensor("basis", d)) for d in self.factored(block, group)]
+        half, scale = rows
+        if bases and scale is not None:
+            out = rounded(bases, peak_of_basis)  # once for both ways
+            into = [(d, basis.mT, size) for d, basis, size in out]
+            projected = rounded_mode_products(block.grads, into, (half, scale))
+            return half_mode_products(self._direction(projected, block, group, gate), out)
+        wide, precision = [(d, basis.to(block.grads.dtype)) for d, basis in bases], group["matmul_precision"]
+        projected = mode_products(block.grads, [(d, basis.mT) for d, basis in wide], precision)
+        return mode_products(self._direction(projected, block, group, gate), wide, precision), None
+
+    def _direction(self, projected: Tensor, block: BlockState, group: Group, gate: Gate) -> Tensor:
+        """Adam's, of gradients in the bases."""
         if group["compat"] == "paper":
-            update = self._paper_direction(projected, block, group, gate)
-        else:
-            count = block.state["count"]
-            exp_avg, exp_avg_sq = (block.tensor(name).view(len(count), -1) for name in ("exp_avg", "exp_avg_sq"))
-            flat = projected.reshape(len(count), -1)
-            update = adam_direction(flat, exp_avg, exp_avg_sq, count, group["betas"], group["eps"], gate)
-            update = update.view(projected.shape)
-        return turn_back(update)
-
-    def _turns(
-        self, bases: list[tuple[int, Tensor]], block: BlockState, group: Group
-    ) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
-        """Products into the bases and back, of bases that are rounded or widened once for both."""
-        if bases and block.grads.ndim == 3 and self.in_half(block.grads, group):
-            out = rounded(bases, peak_of_basis)
-            into = [(d, half.mT, scale) for d, half, scale in out]
-            return partial(rounded_mode_products, factors=into), partial(rounded_mode_products, factors=out)
-        wide = [(d, basis.to(block.grads.dtype)) for d, basis in bases]
-        into_wide, precision = [(d, basis.mT) for d, basis in wide], group["matmul_precision"]
-        return (
-            partial(mode_products, matrices=into_wide, precision=precision),
-            partial(mode_products, matrices=wide, precision=precision),
-        )
+            return self._paper_direction(projected, block, group, gate)
+        count = block.state["count"]
+        exp_avg, exp_avg_sq = (block.tensor(name).view(len(count), -1) for name in ("exp_avg", "exp_avg_sq"))
+        flat = projected.reshape(len(count), -1)
+        update = adam_direction(flat, exp_avg, exp_avg_sq, count, group["betas"], group["eps"], gate)
+        return update.view(projected.shape)
 
     @staticmethod
     def _paper_direction(projected: Tensor, block: BlockState, group: Group, gate: Gate) -> Tensor:
@@ -162,11 +165,13 @@ class SoapRule(KroneckerRule):
         correction1, correction2 = 1.0 - beta1**steps, (1.0 - beta2**steps).sqrt()
         return exp_avg / (exp_avg_sq.sqrt() + group["eps"]) * (correction2 / correction1)
 
-    def _update_factors(self, block: BlockState, group: Group, gate: Gate, clock: Clock) -> None:
+    def _update_factors(
+        self, block: BlockState, group: Group, gate: Gate, clock: Clock, rounded_rows: tuple[Tensor, Tensor | None]
+    ) -> None:
         beta = group["betas"][1] if group["shampoo_beta"] is None else group["shampoo_beta"]
         dims, precision = self.factored(block, group), group["matmul_precision"]
         if not group["kl"]:
-            rows, scale = self.rows_of(block, group)
+            rows, scale = rounded_rows
             for d in dims:
                 self.update_factor(block, d, group, beta, unfold(rows, d), gate, clock, scale)
             return
@@ -199,8 +204,15 @@ class SoapRule(KroneckerRule):
         optimistic = None if method == "eigh" else partial(turn, fallback=False)
         factor, basis = snapshot.tensors["factor"], snapshot.tensors["basis"]
         if unread and optimistic is not None:
-            result = optimistic(factor, basis)
-            return Refreshed(self._results(result, group), result.failed, unread=True)
+            paper = group["compat"] == "paper"
+
+            def work(a: Tensor, q: Tensor) -> tuple[Tensor, ...]:
+                result = optimistic(a, q)
+                return result.failed, *self._results(result, group).values()
+
+            failed, *made = replayed(("basis", paper, *sorted(turn.keywords.items())), (factor, basis), work)
+            names = [*self.refreshed_names(group), *(["permutation"] if paper else [])]
+            return Refreshed(dict(zip(names, made, strict=True)), failed, unread=True)
         outcome = with_ladder(turn, factor, basis, optimistic=optimistic)
         self.ladder += outcome.report
         return Refreshed(self._results(outcome.value, group), outcome.failed, clean=not outcome.failed_blocks)

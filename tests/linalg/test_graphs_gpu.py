@@ -1,0 +1,122 @@
+"""Refreshes that are recorded as CUDA graphs in memory that they share."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf_emopt import SOAP, Shampoo
+from hf_emopt.linalg import cuda_graphs, inverse_root
+from hf_emopt.linalg.cuda_graphs import DISABLE_VARIABLE, replayed
+from hf_emopt.rules.background import Beside
+from hf_emopt.rules.refresh import RefreshingRule
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+
+@pytest.fixture(autouse=True)
+def _clean() -> None:
+    torch.manual_seed(0)
+    cuda_graphs.clear()
+
+
+def covariances(n: int, d: int) -> Tensor:
+    g = torch.randn(n, d, 2 * d, device="cuda")
+    return g @ g.mT / (2 * d)
+
+
+def root(a: Tensor) -> tuple[Tensor, Tensor]:
+    result = inverse_root(a, 0.25, solver="coupled_newton", relative_epsilon=1e-5, precision="fp16", fallback=False)
+    return result.value, result.failed
+
+
+def test_results_belong_to_the_caller_and_follow_the_input() -> None:
+    """Graphs of several sizes use the same memory; each result is kept while the others run."""
+    sizes = [(3, 512), (1, 1024), (5, 512), (3, 512), (2, 1024)]
+    for _ in range(4):  # launched, recorded, replayed
+        inputs = [covariances(*size) for size in sizes]
+        results = [replayed("root", (a,), root) for a in inputs]
+        for a, (value, failed) in zip(inputs, results):
+            torch.testing.assert_close(value, root(a)[0], rtol=1e-5, atol=1e-5)
+            assert not failed.any()
+    held = cuda_graphs._replays
+    assert sum(isinstance(known, cuda_graphs._Replay) for known in held.values()) == 4
+    assert len(cuda_graphs._rooms) == 1
+
+
+def test_large_inputs_and_the_variable_are_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_graphs, "_MAX_REPLAYED_ELEMENTS", 512 * 512)
+    for _ in range(3):
+        replayed("root", (covariances(2, 512),), root)
+    monkeypatch.setenv(DISABLE_VARIABLE, "1")
+    for _ in range(3):
+        replayed("root", (covariances(1, 512),), root)
+    assert not cuda_graphs._replays
+
+
+def test_what_cannot_be_recorded_is_launched_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    def reads(a: Tensor) -> tuple[Tensor, ...]:
+        return (a * float(a.sum()),)
+
+    a = torch.ones(2, 8, 8, device="cuda")
+    with caplog.at_level(logging.WARNING, logger="hf_emopt"):
+        for _ in range(4):
+            assert torch.equal(replayed("reads", (a,), reads)[0], a * 128)
+    assert len([r for r in caplog.records if "CUDA graph" in r.message]) == 1
+    for _ in range(3):
+        b = covariances(2, 512)
+        torch.testing.assert_close(replayed("root", (b,), root)[0], root(b)[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("cls", [Shampoo, SOAP])
+def test_weights_are_those_without_graphs(cls: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run() -> list[Tensor]:
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(640, 768, bias=False), nn.Linear(768, 512, bias=False)).cuda()
+        options = {"precondition_frequency": 2, "max_preconditioner_dim": 512, "matmul_precision": "fp16"}
+        optimizer = cls(model, lr=1e-2, **options)
+        generator = torch.Generator("cuda").manual_seed(2)
+        for _ in range(14):
+            for p in model.parameters():
+                p.grad = torch.randn(p.shape, device="cuda", generator=generator)
+            optimizer.step()
+        optimizer.synchronize()
+        return [p.detach().clone() for p in model.parameters()]
+
+    graphs = run()
+    assert any(isinstance(known, cuda_graphs._Replay) for known in cuda_graphs._replays.values())
+    cuda_graphs.clear()
+    monkeypatch.setenv(DISABLE_VARIABLE, "1")
+    for with_graphs, without in zip(graphs, run()):
+        torch.testing.assert_close(with_graphs, without, rtol=1e-4, atol=1e-4)
+
+
+def test_refreshes_beside_the_step_give_the_same_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a stream of their own, with the work of other buckets beside them, bases change the same numbers."""
+    monkeypatch.setenv("HF_EMOPT_MAX_BUCKET_NUMEL", str(2**20))
+
+    def run() -> list[Tensor]:
+        cuda_graphs.clear()
+        torch.manual_seed(1)
+        shapes = [(1024, 1024), (1024, 640), (640, 1536), (1536, 1024)] * 3
+        model = nn.Sequential(*(nn.Linear(*shape, bias=False) for shape in shapes)).cuda()
+        optimizer = SOAP(model, lr=1e-3, precondition_frequency=3, max_preconditioner_dim=1024, matmul_precision="fp16")
+        generator = torch.Generator("cuda").manual_seed(2)
+        for _ in range(16):
+            for p in model.parameters():
+                p.grad = torch.randn(p.shape, device="cuda", generator=generator)
+            optimizer.step()
+        return [x.clone() for p in model.parameters() for x in (p.detach(), *optimizer.state[p].values())]
+
+    entered = []
+    on = Beside.on
+    monkeypatch.setattr(Beside, "on", lambda self, device: entered.append(device) or on(self, device))
+    beside = run()
+    assert len(entered) > 100
+    monkeypatch.setattr(RefreshingRule, "refresh_beside", lambda self, *args: self.refresh(*args[:4]))
+    after = run()
+    assert len(beside) == len(after)
+    assert all(torch.equal(x, y) for x, y in zip(beside, after))
