@@ -2,7 +2,8 @@
 
 Random tokens, float32 weights, bfloat16 compute. For every optimizer the model is built anew, the first steps are left out,
 and each figure is the median over steps of the slowest rank. Where factors are refreshed by a schedule, steps up to the first
-refresh are left out too, since those before it have less to do, and it more; then come whole periods:
+refresh are left out too, since those before it have less to do, and it more, and two periods, in which kernels are compiled
+and graphs recorded; then come whole periods:
 
 * ``step``: forward, backward and optimizer, between two barriers;
 * ``optimizer``: ``step()`` alone, between two synchronizations, in other steps than those that ``step`` is of;
@@ -62,7 +63,7 @@ class Settings:
         layout: one of :data:`~hf_emopt.bench.step_models.LAYOUTS`.
         tokens: of a rank in a step; ``length``: of a sequence.
         steps: measured ones of each kind, or as many more as make whole periods of refreshes; ``warmup``: left out before
-            them, or as many more as there are up to the first refresh.
+            them, or as many more as there are up to the first refresh, and two periods.
         replicas: of the layout ``"hsdp"``; ``tp_size``: ranks that share a matrix under ``"fsdp2+tp"``.
         options: keyword arguments for this package's optimizers, over the makers' own.
         environment: variables that are set while the optimizer is built and stepped.
@@ -262,7 +263,8 @@ class _Run:
         self.clock = Clock(device)
         first, period = refresh_schedule(optimizer)
         self.scheduled = period > 1
-        self.warmup = max(settings.warmup, first)
+        # Refreshes differ in how many sides they are of, and the second of a kind is recorded as a graph.
+        self.warmup = max(settings.warmup, first) + (2 * period if self.scheduled else 0)
         self.steps = -(-settings.steps // period) * period
 
     def forward(self) -> Tensor:
