@@ -33,8 +33,8 @@ DISABLE_VARIABLE = "HF_EMOPT_DISABLE_CUDA_GRAPHS"
 # Elements of two copies of the matrices and of four squares beside them: 640 MiB in 16 bits.
 _MAX_ELEMENTS = 5 * 2**26
 _MAX_BYTES = 2**30
-# Of the first input of replayed(). Refreshes of more keep the GPU busy for longer than a host needs; this many take 1.5 GiB.
-_MAX_REPLAYED_ELEMENTS = 6 * 2**22
+# Of the first input of a part of replayed(): eight sides of 2048, with which roots and bases take some 2 GiB.
+_MAX_REPLAYED_ELEMENTS = 8 * 2**22
 _MAX_REPLAYED = 64
 _ALIGNMENT = 256
 
@@ -162,18 +162,32 @@ def _remember(key: Hashable, recording: _Recording | None) -> None:
 def replayed(key: Hashable, inputs: Sequence[Tensor], work: Callable[..., tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
     """``work(*inputs)``, replayed from its second call on.
 
+    Large batches are worked on in equal parts: a graph then is long enough for the host to be ahead of the device, there are
+    fewer kinds of them, and what they make on the way takes no more memory than that of a part.
+
     Args:
         key: everything that the work depends on but its input.
-        inputs: of one device; shapes and dtypes are part of the key.
-        work: as for :func:`recorded`, and nothing of what it reads may lie elsewhere and change. Gives no view of an input.
+        inputs: batches of one device and one size; shapes and dtypes are part of the key.
+        work: as for :func:`recorded`, and nothing of what it reads may lie elsewhere and change. What it gives for one member
+            of the batch depends on no other. Gives no view of an input.
 
     Returns:
-        Tensors of the caller's own. Where nothing can be recorded, or the inputs are too large for it to matter, those of the
-        work itself.
+        Tensors of the caller's own. Where nothing can be recorded, or a single member is too large, those of the work itself.
     """
-    device = inputs[0].device
-    if not _can_record(device) or inputs[0].numel() > _MAX_REPLAYED_ELEMENTS:
+    device, size = inputs[0].device, inputs[0].shape[0]
+    most = _MAX_REPLAYED_ELEMENTS * size // max(1, inputs[0].numel())
+    if not _can_record(device) or not most:
         return work(*inputs)
+    if size <= most:
+        return _replayed(key, inputs, work, device)
+    count = -(-size // most)
+    parts = [_replayed(key, part, work, device) for part in zip(*(x.tensor_split(count) for x in inputs))]
+    return tuple([torch.cat(made) for made in zip(*parts)])
+
+
+def _replayed(
+    key: Hashable, inputs: Sequence[Tensor], work: Callable[..., tuple[Tensor, ...]], device: torch.device
+) -> tuple[Tensor, ...]:
     place = device, current_stream(device)
     full_key = (key, *((x.shape, x.dtype) for x in inputs), *place)
     if full_key not in _replays:

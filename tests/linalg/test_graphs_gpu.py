@@ -47,10 +47,20 @@ def test_results_belong_to_the_caller_and_follow_the_input() -> None:
     assert len(cuda_graphs._rooms) == 1
 
 
-def test_large_inputs_and_the_variable_are_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_batches_are_replayed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_graphs, "_MAX_REPLAYED_ELEMENTS", 3 * 512 * 512)
+    for _ in range(3):
+        a = covariances(7, 512)
+        value, failed = replayed("root", (a,), root)
+        torch.testing.assert_close(value, root(a)[0], rtol=1e-5, atol=1e-5)
+        assert failed.shape == (7,)
+    assert sum(isinstance(known, cuda_graphs._Replay) for known in cuda_graphs._replays.values()) == 2  # of 3 and of 2
+
+
+def test_large_matrices_and_the_variable_are_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_graphs, "_MAX_REPLAYED_ELEMENTS", 512 * 512)
     for _ in range(3):
-        replayed("root", (covariances(2, 512),), root)
+        replayed("root", (covariances(2, 640),), root)
     monkeypatch.setenv(DISABLE_VARIABLE, "1")
     for _ in range(3):
         replayed("root", (covariances(1, 512),), root)
