@@ -54,6 +54,9 @@ PRESENT_KERNELS = (
     "kernels_h200_5c660cb", "step_single_1.1b_h200_226d713_shampoo", "step_single_1.1b_h200_3b683fd",
     "step_single_1.1b_h200_02d516b", "step_fsdp2_1.1b_2xh200_d44b7ef", "step_ddp_1.1b_2xh200_d44b7ef",
     "step_fsdp2_wide_2xh200_d44b7ef",
+    "step_fsdp2_1.1b_4xh200_fc7c774", "step_ddp_1.1b_4xh200_fc7c774", "step_hsdp_1.1b_4xh200_fc7c774",
+    "step_fsdp2_tp_1.1b_4xh200_fc7c774", "step_fsdp2_wide_4xh200_fc7c774", "step_fsdp2_1.1b_2xh200_4052951",
+    "step_ddp_1.1b_2xh200_4052951", "step_fsdp2_1.1b_4xh200_4052951", "step_ddp_1.1b_4xh200_4052951",
 )  # fmt: skip
 """Measured with the kernels as they are. All others are predicted from ``kernel_table_h200_c800a30``, the table of theirs."""
 WITH_EPSILON = ("step_single_1.1b_h200_226d713_shampoo", "step_single_1.1b_h200_3b683fd")
@@ -61,15 +64,18 @@ WITH_EPSILON = ("step_single_1.1b_h200_226d713_shampoo", "step_single_1.1b_h200_
 PRESENT_PLANS = (
     *WITH_EPSILON, "step_single_1.1b_h200_02d516b", "step_fsdp2_1.1b_2xh200_d44b7ef", "step_ddp_1.1b_2xh200_d44b7ef",
     "step_fsdp2_wide_2xh200_d44b7ef",
+    "step_fsdp2_1.1b_4xh200_fc7c774", "step_ddp_1.1b_4xh200_fc7c774", "step_hsdp_1.1b_4xh200_fc7c774",
+    "step_fsdp2_tp_1.1b_4xh200_fc7c774", "step_fsdp2_wide_4xh200_fc7c774", "step_fsdp2_1.1b_2xh200_4052951",
+    "step_ddp_1.1b_2xh200_4052951", "step_fsdp2_1.1b_4xh200_4052951", "step_ddp_1.1b_4xh200_4052951",
 )  # fmt: skip
 """Measured since matrices of one shape lie together in a plan and one process has buckets of twice the size; products of
 factors in float16. Before, a plan followed names among matrices of one cost, and those products were in TF32."""
 FITTED_FILES = (
     "step_ddp_1.1b_2xh200", "refresh_2048_h200", "step_fsdp2_1.1b_2xh200_1946bf8", "step_ddp_1.1b_2xh200_1946bf8",
-    "step_single_1.1b_h200_5d3ec2d_profile", "step_single_1.1b_h200_226d713_shampoo",
+    "step_single_1.1b_h200_5d3ec2d_profile", "step_single_1.1b_h200_226d713_shampoo", "step_fsdp2_tp_1.1b_4xh200_4b21a19",
 )  # fmt: skip
 """Muon's and AdamW's steps of the first, SOAP's of the second, Muon's and Shampoo's of the third, Muon's of the fourth and
-fifth (of which the passes alone), and Shampoo's of the sixth.
+fifth (of which the passes alone), Shampoo's of the sixth, and Muon's of the seventh (what the host does for slices).
 AdamW's host time under FSDP2 is fitted to the three files of that layout; how products slow down to those of ``kernels_h200``
 that take longer than 5 ms."""
 FITTED_ADAMW = ("step_fsdp2_1.1b_2xh200", "step_fsdp2_1.1b_2xh200_foreach", "step_fsdp2_wide_2xh200")
@@ -77,6 +83,8 @@ OLDER_COMMITS = ("be0df71", "0e9c519")
 """Before the elementwise passes over runs and the kernels' tables."""
 SLOW_HOST = "591b0b4"
 """Before the host's share of Muon's step was cut and Shampoo's refresh took half of its products."""
+NOT_RECORDED = "fc7c774"
+"""The last commit that launched the kernels of Shampoo's roots one by one."""
 SMALL_BUCKETS = ("0e9c519", "c495b4f")
 """When a bucket of copies had as many elements as a bucket of shards; since then it has twice as many on two ranks."""
 
@@ -106,13 +114,16 @@ def role(file: str, commit: str, optim: str) -> str:
     """What a stored step is to the model."""
     if file == FITTED_FILES[0] or (optim == "adamw" and file in FITTED_ADAMW):
         return FITTED
-    if (file == FITTED_FILES[4] and optim == "muon") or (file == FITTED_FILES[5] and optim == "shampoo"):
+    if (file in (FITTED_FILES[4], FITTED_FILES[6]) and optim == "muon") or (
+        file == FITTED_FILES[5] and optim == "shampoo"
+    ):
         return FITTED
     fitted = {FITTED_FILES[1]: ("soap",), FITTED_FILES[2]: ("muon", "shampoo"), FITTED_FILES[3]: ("muon",)}
     if optim in fitted.get(file, ()):
         return FITTED
     replaced = file == FITTED_FILES[1] and optim == "shampoo"
     replaced |= commit.startswith(SLOW_HOST) and optim in ("muon", "shampoo")
+    replaced |= commit.startswith(NOT_RECORDED) and optim == "shampoo"
     return OLDER if replaced or commit.startswith(OLDER_COMMITS) else PREDICTED
 
 

@@ -205,25 +205,20 @@ def test_a_forecast_is_of_its_own_optimizer_alone(monkeypatch: pytest.MonkeyPatc
 
 
 def test_muons_steps_are_within_15_percent(points: list[forecast_errors.Point]) -> None:
-    """Every stored step of Muon by the code as it is, on one, two and four GPUs, with constants from one and two.
-
-    But for FSDP2 over tensor parallelism on four, where a matrix takes more of the host than the model has.
-    """
+    """Every stored step of Muon by the code as it is, on one, two and four GPUs, with constants from one and two; that of the
+    host for slices is from one of the steps on four."""
     found = [p for p in points if p.optim.startswith(("muon", "normuon")) and p.role in (FITTED, PREDICTED)]
-    sliced = [p for p in found if p.what == "llama-1.1b, fsdp2+tp, 4 GPUs"]
-    assert sliced
-    assert all(0.75 <= p.ratio <= 1.15 for p in sliced)
-    found = [p for p in found if p not in sliced]
-    assert len(found) >= 30
-    assert sum(p.role == PREDICTED for p in found) >= 26
-    assert sum("4 GPUs" in p.what and p.role == PREDICTED for p in found) >= 4
+    assert len(found) >= 48
+    assert sum(p.role == PREDICTED for p in found) >= 42
+    assert sum("4 GPUs" in p.what and p.role == PREDICTED for p in found) >= 10
     wrong = [p for p in found if not 0.85 <= p.ratio <= 1.15]
     assert not wrong
 
 
 def test_shampoo_in_float16_is_within_15_percent(points: list[forecast_errors.Point]) -> None:
-    found = [p for p in points if p.optim == "shampoo" and p.file in forecast_errors.PRESENT_PLANS]
-    assert len(found) == 4
+    found = [p for p in points if p.optim == "shampoo" and p.file in forecast_errors.PRESENT_PLANS and p.role != OLDER]
+    assert len(found) == 7
+    assert sum("4 GPUs" in p.what for p in found) == 1
     assert all(0.85 <= p.ratio <= 1.15 for p in found)
 
 

@@ -118,16 +118,18 @@ class Host:
 
     The first is fitted to Muon's steps of 1946bf8 under FSDP2 and DDP; the next two to its older ones under DDP, with and
     without ``overlap_param_gather``, which the host bounds; the others to AdamW's under DDP and FSDP2. 1.1 B and 2.0 B
-    parameters, two H200.
+    parameters, two H200. ``slice_ms`` is fitted to Muon's step of 4b21a19 under FSDP2 over tensor parallelism, on four.
 
     Attributes:
         parameter_ms: of a matrix, before the first kernel: gradients are collected and looked at.
+        slice_ms: of a matrix that is sharded along two dimensions, besides.
         bucket_ms: everything that a bucket needs but its transforms; so long does it take until the first kernel runs, too.
         batch_ms: a batch of matrices: its look-ups and launches.
         adamw_ms: of fused AdamW, a plain parameter; ``adamw_sharded_ms`` a DTensor.
     """
 
     parameter_ms: float = 0.023
+    slice_ms: float = 0.041
     bucket_ms: float = 1.33
     batch_ms: float = 0.73
     adamw_ms: float = 0.011

@@ -155,7 +155,8 @@ def forecast(
     count = max(1, len(exchange))
     exposed = comm / count + max(0.0, comm * (1 - 1 / count) - busy * (1 - 1 / count))
     device = busy + exposed
-    before = 1e-3 * HOST.parameter_ms * sum(len(b.parameters) for b in placed.plan.buckets)
+    each = HOST.parameter_ms + (HOST.slice_ms if layout.name == "fsdp2+tp" else 0.0)
+    before = 1e-3 * each * sum(len(b.parameters) for b in placed.plan.buckets)
     host = before + _host(buckets, copies, placed, batches, has_kernels(machine.gpu))
     seconds = max(before + HOST.bucket_ms * 1e-3 + device, host)
     numbers = memory(optimizer, placed, frozen_bytes)
