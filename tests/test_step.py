@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import hf_emopt
 from hf_emopt.distributed.layout import UnsupportedLayoutError
+from hf_emopt.stepping import in_order
 
 OPTIMIZERS = (hf_emopt.Muon, hf_emopt.NorMuon)
 
@@ -283,3 +284,48 @@ def test_closure_runs_with_gradients() -> None:
 def test_bad_arguments_are_named(arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         hf_emopt.Muon([nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2))], **arguments)
+
+
+def test_two_buckets_begin_before_what_is_stepped_by_elements() -> None:
+    """All tasks once; with state on the host the small pieces, of matrices, go before those of an embedding."""
+    matrices, others, own = [iter([k]) for k in range(4)], [iter([4])], [iter([5]), iter([6])]
+
+    def order(offloaded: bool) -> list[int]:
+        names = {id(task): k for k, task in enumerate([*matrices, *others, *own])}
+        return [names[id(task)] for task in in_order(matrices, others, own, offloaded)]
+
+    assert order(offloaded=False) == [0, 1, 4, 5, 6, 2, 3]
+    assert order(offloaded=True) == [4, 0, 1, 2, 3, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("options", "undisturbed"),
+    [({}, True), ({"state_dtype": "bfloat16"}, False), ({"offload_state": "cpu"}, False)],
+)
+def test_work_beside_a_step_only_where_nobody_touches_the_state(options: dict, undisturbed: bool) -> None:
+    """A refresh may run beside the rest of a step where the state is kept as it is used, nobody measures it, all of a batch's
+    matrices take part, and the step ends at once; and the end of the step is told."""
+    model = nn.ModuleList([nn.Linear(8, 8, bias=False) for _ in range(3)])
+    optimizer = hf_emopt.SOAP(model, **options)
+    rule, clocks, ends = optimizer.rule, [], []
+    transform, end_step = rule.transform, rule.end_step
+    rule.transform = lambda x, state, group, ok, clock: clocks.append(clock) or transform(x, state, group, ok, clock)
+    rule.end_step = lambda: ends.append(len(clocks)) or end_step()
+
+    def step() -> bool:
+        clocks.clear()
+        for p in model.parameters():
+            if p.grad is None:
+                p.grad = torch.randn_like(p)
+        optimizer.step()
+        assert ends.pop() == len(clocks)
+        return all(clock.undisturbed for clock in clocks)
+
+    assert step() == undisturbed
+    with optimizer.diagnostics():
+        assert not step()
+    model[0].weight.grad = None
+    model[0].weight.requires_grad_(False)
+    clocks.clear()
+    optimizer.step()
+    assert not any(clock.undisturbed for clock in clocks)

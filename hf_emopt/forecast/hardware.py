@@ -116,9 +116,9 @@ EFFICIENCY = Efficiency()
 class Host:
     """Python and launches, on the machines that were measured (the processor is not recorded).
 
-    The first is fitted to Muon's steps of 1946bf8 under FSDP2 and DDP; the next two to its older ones under DDP, with and
-    without ``overlap_param_gather``, which the host bounds; the others to AdamW's under DDP and FSDP2. 1.1 B and 2.0 B
-    parameters, two H200. ``slice_ms`` is fitted to Muon's step of 4b21a19 under FSDP2 over tensor parallelism, on four.
+    ``parameter_ms`` is fitted to Muon's steps of 1946bf8 under FSDP2 and DDP; ``bucket_ms`` and ``batch_ms`` to its older
+    ones under DDP, with and without ``overlap_param_gather``, which the host bounds; AdamW's to its own under DDP and FSDP2.
+    1.1 B and 2.0 B parameters, two H200. ``slice_ms``: Muon's step of 4b21a19 over tensor parallelism, on four.
 
     Attributes:
         parameter_ms: of a matrix, before the first kernel: gradients are collected and looked at.

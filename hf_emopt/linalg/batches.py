@@ -81,7 +81,7 @@ def spectral_bound(a: Tensor) -> Tensor:
     return torch.minimum(frobenius, row_sum)
 
 
-@functools.lru_cache(maxsize=64)
+@functools.cache  # recorded graphs read them at their address
 def _probes(d: int, count: int, device: torch.device) -> Tensor:
     generator = torch.Generator().manual_seed(d)
     signs = torch.randint(0, 2, (d, count), generator=generator, dtype=torch.float64).mul_(2).sub_(1)

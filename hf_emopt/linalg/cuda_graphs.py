@@ -5,9 +5,9 @@ call with the same shape records everything between normalization and the last p
 too, on a copy of the input), and later calls replay it: one launch. The recorded part works in memory of its own; the input
 is read and the result is written where the caller's tensors are.
 
-At most ``_MAX_BYTES`` are kept a device, the least recently used graph going first. Nothing is recorded while somebody else
-records (then the kernels become part of that graph), for problems above ``_MAX_ELEMENTS``, or with
-``HF_EMOPT_DISABLE_CUDA_GRAPHS=1``.
+Of orthogonalizations at most ``_MAX_BYTES`` are kept a device, the least recently used graph going first, and none of
+problems above ``_MAX_ELEMENTS``. Nothing is recorded while somebody else records (then the kernels become part of that
+graph), with ``HF_EMOPT_DISABLE_CUDA_GRAPHS=1``, or once a recording has failed.
 
 Roots and bases are some hundred launches for a few sides, which take a host as long as a GPU. They are recorded by
 :func:`replayed`, whose graphs share their memory: what they read is copied there, and what they give is copied from there.
@@ -15,6 +15,7 @@ Roots and bases are some hundred launches for a few sides, which take a host as 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
@@ -35,7 +36,10 @@ _MAX_ELEMENTS = 5 * 2**26
 _MAX_BYTES = 2**30
 # Of the first input of a part of replayed(): eight sides of 2048, with which roots and bases take some 2 GiB.
 _MAX_REPLAYED_ELEMENTS = 8 * 2**22
-_MAX_REPLAYED = 64
+# Sizes of parts times sides, with room to spare: graphs share their memory, and one costs little more than its nodes.
+_MAX_REPLAYED = 256
+# What recording makes on the way, as a multiple of the first input: free memory below that is looked for before.
+_NEEDED = 16
 _ALIGNMENT = 256
 
 Pair = tuple[Tensor, Tensor]
@@ -78,9 +82,11 @@ class _Room:
         return [part[: x.numel() * x.element_size()].view(x.dtype).view(x.shape) for part, x in zip(parts, likes)]
 
 
-# Before the second call the shapes of the results, and nothing of what cannot be recorded.
-_replays: OrderedDict[Hashable, _Replay | list[Tensor] | None] = OrderedDict()
+# Before the second call the shapes of the results.
+_replays: OrderedDict[Hashable, _Replay | list[Tensor]] = OrderedDict()
 _rooms: dict[Hashable, _Room] = {}
+# Graphs whose recording failed. The allocator refers to them still.
+_broken: list[torch.cuda.CUDAGraph] = []
 
 
 def clear() -> None:
@@ -96,7 +102,7 @@ def usable(batch: int, m: int, n: int, device: torch.device) -> bool:
 
 
 def _can_record(device: torch.device) -> bool:
-    if device.type != "cuda" or variable(DISABLE_VARIABLE) not in ("", "0"):
+    if device.type != "cuda" or _broken or variable(DISABLE_VARIABLE) not in ("", "0"):
         return False
     return not torch.cuda.is_current_stream_capturing()
 
@@ -162,8 +168,9 @@ def _remember(key: Hashable, recording: _Recording | None) -> None:
 def replayed(key: Hashable, inputs: Sequence[Tensor], work: Callable[..., tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
     """``work(*inputs)``, replayed from its second call on.
 
-    Large batches are worked on in equal parts: a graph then is long enough for the host to be ahead of the device, there are
-    fewer kinds of them, and what they make on the way takes no more memory than that of a part.
+    Large batches are worked on in parts of one size, or of two that differ by one: a graph then is long enough for the host
+    to be ahead of the device, there are fewer kinds of them, and what they make on the way takes no more memory than that of
+    a part.
 
     Args:
         key: everything that the work depends on but its input.
@@ -196,11 +203,13 @@ def _replayed(
         return made
     known = _replays[full_key]
     if isinstance(known, list):
-        room = _rooms.setdefault(place, _Room(device))
-        known = _record_shared([*inputs], known, work, room)
+        if place not in _rooms:
+            _rooms[place] = _Room(device)
+        replay = _record_shared([*inputs], known, work, _rooms[place])
+        if replay is None:
+            return work(*inputs)
+        known = replay
     _keep(full_key, known)
-    if known is None:
-        return work(*inputs)
     for source, x in zip(known.sources, inputs):
         source.copy_(x)
     known.graph.replay()
@@ -212,10 +221,13 @@ def _record_shared(
 ) -> _Replay | None:
     """Records the work on parts of the room's buffer; ``None``, and a warning, where a library does not allow it.
 
-    All other memory goes back to the pool, where the next recording finds it: graphs run one after another, and what one
-    gives has been copied before the next begins.
+    All other memory goes back to the pool, where the next recording finds it: the graphs of a room run one after another, and
+    what one gives has been copied before the next begins.
     """
-    device, carved = room.device, room.carve([*inputs, *likes])
+    device = room.device
+    if torch.cuda.mem_get_info(device)[0] < _NEEDED * inputs[0].numel() * inputs[0].element_size():
+        torch.cuda.empty_cache()  # while it is recorded, the allocator gives nothing of its cache back
+    carved = room.carve([*inputs, *likes])
     sources, results = carved[: len(inputs)], carved[len(inputs) :]
     graph = torch.cuda.CUDAGraph()
     room.stream.wait_stream(torch.cuda.current_stream(device))
@@ -231,18 +243,24 @@ def _record_shared(
             finally:
                 graph.capture_end()
     except RuntimeError as error:
-        generator.graphsafe_set_state(state)  # the one it has believes that it is recorded still
+        # The end of a recording that failed leaves much undone: the generator and the allocator believe that it goes on.
+        generator.graphsafe_set_state(state)
+        with contextlib.suppress(RuntimeError, AttributeError):
+            torch._C._cuda_endAllocateToPool(generator.device.index, room.pool)
+        _broken.append(graph)
         logger.warning(
-            "a refresh of %s could not be recorded as a CUDA graph, and its kernels are launched one by one: %s",
-            tuple(inputs[0].shape), error,
+            "a refresh of %s could not be recorded as a CUDA graph. From here on kernels are launched one by one, which "
+            "takes a host longer; %s=1 does so from the start. The reason: %s",
+            tuple(inputs[0].shape), DISABLE_VARIABLE, error,
         )  # fmt: skip
         return None
     torch.cuda.current_stream(device).wait_stream(room.stream)
     return _Replay(graph, sources, results)
 
 
-def _keep(key: Hashable, replay: _Replay | list[Tensor] | None) -> None:
+def _keep(key: Hashable, replay: _Replay | list[Tensor]) -> None:
+    if key not in _replays and len(_replays) >= _MAX_REPLAYED:
+        # All of them, with their rooms: a pool is no more when its last graph has gone.
+        _replays.clear()
+        _rooms.clear()
     _replays[key] = replay
-    _replays.move_to_end(key)
-    while len(_replays) > _MAX_REPLAYED:
-        _replays.popitem(last=False)

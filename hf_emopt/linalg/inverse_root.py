@@ -49,10 +49,10 @@ class InverseRoot(NamedTuple):
 
     Attributes:
         value: ``(N, d, d)``, exactly symmetric, dtype and device of the input. NaN in failed blocks.
-        residual: ``(N,)``, an estimate in float64 of the backward error, relative to ``|A|_F``: how far the matrix whose
-            root this is lies from ``A``. ``|A X^p A - A|_F`` for the iterations (``X = A^(-1/p)``),
-            ``|Q L Q^T - A|_F`` for ``eigh``. Directions whose eigenvalue is below ``residual * lambda_max`` may be
-            wrong by a factor.
+        residual: ``(N,)``, an estimate of the backward error, relative to ``|A|_F`` (in float64, and with 16-bit factors in
+            float32): how far the matrix whose root this is lies from ``A``. ``|A X^p A - A|_F`` for the iterations
+            (``X = A^(-1/p)``), ``|Q L Q^T - A|_F`` for ``eigh``. Directions whose eigenvalue is below
+            ``residual * lambda_max`` may be wrong by a factor.
         failed: ``(N,)`` bool. The input was not finite, or no finite root with a small residual was found.
         fell_back: ``(N,)`` bool. Computed by ``eigh`` since the iteration did not converge.
     """
@@ -294,7 +294,7 @@ def _by_iteration(
     else:
         x, error = _full_newton(start, steps, p, active, precision)
     probes = random_probes(a)
-    # Factors of 16 bits leave far more than float32 does: no copies of the matrices in float64 for those.
+    # The limit is far above what float32 leaves; with 16-bit factors, split or not, it spares copies of both in float64.
     exact = start.dtype if half else torch.float64
     chunks = [slice(None)] if half else block_chunks(*a.shape[:2])
     residual = torch.cat([_root_residual(start[s].to(exact), x[s].to(exact), p, probes.to(exact)) for s in chunks])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -60,15 +61,12 @@ class Beside:
     """
 
     def __init__(self) -> None:
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._open: set[torch.device] = set()
 
     @contextmanager
     def on(self, device: torch.device) -> Iterator[None]:
         """What is queued inside runs after all that has been queued on the current stream, and beside what will be."""
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
-        stream = self._streams[device]
+        stream = _stream_beside(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         self._open.add(device)
         with torch.cuda.stream(stream):
@@ -77,12 +75,18 @@ class Beside:
     def join(self) -> None:
         """Makes the current streams wait for all that was queued."""
         for device in self._open:
-            torch.cuda.current_stream(device).wait_stream(self._streams[device])
+            torch.cuda.current_stream(device).wait_stream(_stream_beside(device))
         self._open.clear()
 
     def __getstate__(self) -> dict[str, object]:
-        """Streams are made anew by a copy."""
-        return {"_streams": {}, "_open": set()}
+        """A copy has begun nothing."""
+        return {"_open": set()}
+
+
+@functools.cache
+def _stream_beside(device: torch.device) -> torch.cuda.Stream:
+    """One for all optimizers of a process, since what is recorded on it is kept by stream."""
+    return torch.cuda.Stream(device)
 
 
 def _without_gradients(function: Callable[[], T]) -> T:

@@ -176,7 +176,7 @@ class KroneckerRule(RefreshingRule):
         """The block's gradients as its factors read them, rounded once for all sides, and their scale."""
         return (
             scaled_half(block.grads)
-            if self.in_half(block.grads, group) and block.grads.ndim == 3
+            if self.in_half(block.grads, group) and block.grads.ndim == 3 and self.factored(block, group)
             else (block.grads, None)
         )
 

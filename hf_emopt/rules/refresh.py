@@ -10,7 +10,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, Literal
@@ -210,6 +210,7 @@ class RefreshingRule(MatrixRule):
             return Side(block, d, numbers, None, order)
         if (numbers, device) not in self._rows:
             if len(self._rows) > 4096:  # gradients that come and go make many subsets
+                self._beside.join()  # which may read them still
                 self._rows.clear()
             self._rows[numbers, device] = torch.tensor(numbers, device=device)
         return Side(block, d, numbers, self._rows[numbers, device], order)
@@ -243,8 +244,19 @@ class RefreshingRule(MatrixRule):
     def refreshed_names(self, group: Group) -> tuple[str, ...]:
         """State that a refresh makes anew, by its name without class and dimension."""
 
-    def refresh(self, blocks: Sequence[BlockState], group: Group, ok: Tensor | None, clock: Clock) -> None:
-        """Refreshes the sides that are due, now or in the background."""
+    def refresh(
+        self,
+        blocks: Sequence[BlockState],
+        group: Group,
+        ok: Tensor | None,
+        clock: Clock,
+        where: AbstractContextManager[None] | None = None,
+    ) -> None:
+        """Refreshes the sides that are due, now or in the background.
+
+        Args:
+            where: entered for sides that have been refreshed before; the first refresh decomposes them and waits for that.
+        """
         in_background = group["refresh"] == "async"
         if in_background:
             self._install_arrivals(blocks, group, clock)
@@ -254,7 +266,8 @@ class RefreshingRule(MatrixRule):
         if again and in_background:
             self._launch(again, group, ok, clock)
         elif again:
-            self.refresh_now(again, group, False, ok, clock.key)
+            with where or nullcontext():
+                self.refresh_now(again, group, False, ok, clock.key)
 
     def refresh_now(
         self,
@@ -306,8 +319,7 @@ class RefreshingRule(MatrixRule):
     ) -> None:
         """:meth:`refresh` beside what follows in the step, where nothing in it needs the result."""
         alone = not clock.undisturbed or device.type != "cuda" or group["refresh"] == "async"
-        with nullcontext() if alone else self._beside.on(device):
-            self.refresh(blocks, group, ok, clock)
+        self.refresh(blocks, group, ok, clock, None if alone else self._beside.on(device))
 
     def end_step(self) -> None:
         self._beside.join()

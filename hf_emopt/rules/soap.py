@@ -166,12 +166,12 @@ class SoapRule(KroneckerRule):
         return exp_avg / (exp_avg_sq.sqrt() + group["eps"]) * (correction2 / correction1)
 
     def _update_factors(
-        self, block: BlockState, group: Group, gate: Gate, clock: Clock, rounded_rows: tuple[Tensor, Tensor | None]
+        self, block: BlockState, group: Group, gate: Gate, clock: Clock, scaled_rows: tuple[Tensor, Tensor | None]
     ) -> None:
         beta = group["betas"][1] if group["shampoo_beta"] is None else group["shampoo_beta"]
         dims, precision = self.factored(block, group), group["matmul_precision"]
         if not group["kl"]:
-            rows, scale = rounded_rows
+            rows, scale = scaled_rows
             for d in dims:
                 self.update_factor(block, d, group, beta, unfold(rows, d), gate, clock, scale)
             return
