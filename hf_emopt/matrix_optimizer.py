@@ -365,7 +365,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
             self._delayed.begin((task, [engine.parameter(b, i) for i in engine.present(b)]) for task, b in tasks)
         else:
             queues = [task for task, _ in matrices], [task for task, _ in others], own
-            engine.ends_at_once = engine.watch is None  # which reads the state of each bucket
+            engine.ends_at_once = self._diagnostics.watch is None  # which reads the state of each bucket
             try:
                 pipeline(in_order(*queues, offloaded=engine.offload is not None))
             finally:

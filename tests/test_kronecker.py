@@ -381,8 +381,7 @@ def test_float16_products_step_as_exact_ones_do(cls, shape: tuple[int, int]) -> 
 
 
 def test_a_basis_is_rounded_once_for_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a step without refresh: the gradient, two bases, and the update on its way back."""
-    blocks = importlib.import_module("hf_emopt.rules.blocks")
+    """Of a step without refresh: the gradient, for the bases and for its factors, two bases, and the update on its way back."""
     rounded = []
 
     def counted(x: Tensor, peak: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -394,7 +393,8 @@ def test_a_basis_is_rounded_once_for_both_ways(monkeypatch: pytest.MonkeyPatch) 
     for _ in range(3):
         weight.grad = torch.randn(16, 12)
         optimizer.step()
-    monkeypatch.setattr(blocks, "scaled_half", counted)
+    for module in ("blocks", "kronecker"):
+        monkeypatch.setattr(importlib.import_module(f"hf_emopt.rules.{module}"), "scaled_half", counted)
     optimizer.step()
     assert sorted(rounded) == [(1, 12, 12), (1, 16, 12), (1, 16, 12), (1, 16, 16)]
 
