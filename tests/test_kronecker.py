@@ -381,7 +381,7 @@ def test_float16_products_step_as_exact_ones_do(cls, shape: tuple[int, int]) -> 
 
 
 def test_a_basis_is_rounded_once_for_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a step without refresh: the gradient, for the bases and for its factors, two bases, and the update on its way back."""
+    """Of a step without refresh: the gradient, for bases and factors, two bases, and the update on its way back."""
     rounded = []
 
     def counted(x: Tensor, peak: Tensor | None = None) -> tuple[Tensor, Tensor]:
