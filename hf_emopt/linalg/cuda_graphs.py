@@ -83,7 +83,7 @@ class _Room:
 
 
 # Before the second call the shapes of the results.
-_replays: OrderedDict[Hashable, _Replay | list[Tensor]] = OrderedDict()
+_replays: dict[Hashable, _Replay | list[Tensor]] = {}
 _rooms: dict[Hashable, _Room] = {}
 # Graphs whose recording failed. The allocator refers to them still.
 _broken: list[torch.cuda.CUDAGraph] = []
@@ -199,7 +199,11 @@ def _replayed(
     full_key = (key, *((x.shape, x.dtype) for x in inputs), *place)
     if full_key not in _replays:
         made = work(*inputs)  # compiles what has to be
-        _keep(full_key, [torch.empty_like(x, device="meta") for x in made])
+        if len(_replays) >= _MAX_REPLAYED:
+            # All of them, with their rooms: a pool is no more when its last graph has gone.
+            _replays.clear()
+            _rooms.clear()
+        _replays[full_key] = [torch.empty_like(x, device="meta") for x in made]
         return made
     known = _replays[full_key]
     if isinstance(known, list):
@@ -208,8 +212,7 @@ def _replayed(
         replay = _record_shared([*inputs], known, work, _rooms[place])
         if replay is None:
             return work(*inputs)
-        known = replay
-    _keep(full_key, known)
+        known = _replays[full_key] = replay
     for source, x in zip(known.sources, inputs):
         source.copy_(x)
     known.graph.replay()
@@ -256,11 +259,3 @@ def _record_shared(
         return None
     torch.cuda.current_stream(device).wait_stream(room.stream)
     return _Replay(graph, sources, results)
-
-
-def _keep(key: Hashable, replay: _Replay | list[Tensor]) -> None:
-    if key not in _replays and len(_replays) >= _MAX_REPLAYED:
-        # All of them, with their rooms: a pool is no more when its last graph has gone.
-        _replays.clear()
-        _rooms.clear()
-    _replays[key] = replay
