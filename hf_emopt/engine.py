@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,7 @@ from hf_emopt.kept_states import KeptStates
 from hf_emopt.offload import StateOffload
 from hf_emopt.passes import Part
 from hf_emopt.planned import large_buckets
+from hf_emopt.rules.background import Beside
 from hf_emopt.rules.base import Group, MatrixRule, state_dtype
 from hf_emopt.rules.moments import is_scale
 from hf_emopt.state import is_shaped
@@ -105,8 +107,9 @@ class Engine:
         self._own_states: dict[tuple[int, int], KeptStates] = {}
         self._batches: dict[int, tuple[Batch, ...]] = {}
         self._teams: dict[tuple[int, ...], Any] = {}
-        self.ends_at_once = False
-        """Whether the rule's ``end_step`` is called when all tasks of this step are done, before anybody reads state."""
+        self.undisturbed = False
+        """Whether, in this step, nobody reads state or weights before :meth:`end_step`."""
+        self._landing = Beside("landing")
         self._slots: dict[Matrix, tuple[int, ...]] = {}
         self._slots_for: tuple[int, ...] = ()
         self._follow_periods()
@@ -273,6 +276,45 @@ class Engine:
             _seed(index, group, shard) * 1_000_003 + (1 + piece) * 7_919
         ) % 2**31  # a CPU's generator takes no more bits
         return lambda: torch.Generator(device).manual_seed(seed)
+
+    def begin_tasks(self, undisturbed: bool) -> None:
+        """Before the tasks of a step, when it is settled whether it counts.
+
+        Args:
+            undisturbed: see there.
+        """
+        self.undisturbed = undisturbed
+        if undisturbed and self.world_size > 1 and self.offload is None:
+            for device in {params[0].device for params in self.params if params}:
+                if device.type == "cuda":
+                    self._landing.open(device)
+
+    def landing(self, param: Tensor, arriving: Iterable[Tensor]) -> AbstractContextManager[None]:
+        """Where updates of other ranks are waited for and put onto the weights: beside the products of other buckets, which
+        need not wait then. What is read there was computed before the step's tasks began, or arrives by a collective.
+
+        Args:
+            param: one of those whose weights are stepped.
+            arriving: tensors of the current stream's memory that are read there.
+        """
+        if is_offloaded(param) or not self._landing.is_open(param.device):
+            return nullcontext()
+        return self._landing.on(param.device, reads=arriving)
+
+    def end_tasks(self, stay_open: bool) -> None:
+        """After the tasks of a step.
+
+        Args:
+            stay_open: what the rule does beside the step goes on; :meth:`join` is called before anybody asks for state.
+        """
+        self.undisturbed = False
+        self._landing.join()
+        if not stay_open:
+            self.join()
+
+    def join(self) -> None:
+        """Makes the device's current streams wait for what the last step left to be done beside them."""
+        self.rule.join()
 
     # ------------------------------------------------------------------ buckets
 
@@ -480,6 +522,7 @@ class Engine:
 
     def settle(self) -> None:
         """Finishes what a rule computes in the background, so that ``state`` says all there is to say."""
+        self.join()
         for key, storage in self.unit_states.items():
             if not self.rule.in_flight(key):
                 continue

@@ -44,7 +44,7 @@ from hf_emopt.routing.unit import Unit
 from hf_emopt.rules.base import Group, MatrixRule
 from hf_emopt.rules.checks import check_flags
 from hf_emopt.state import STATE_VERSION
-from hf_emopt.stepping import Task, in_order, pipeline, step_aux_bucket, step_bucket, step_own_aux
+from hf_emopt.stepping import Task, pipeline, step_aux_bucket, step_bucket, step_own_aux
 from hf_emopt.stored import OffloadState, check_state_options, describe_memory
 from hf_emopt.validation import (
     checked_process_group,
@@ -222,7 +222,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:
-        """State by parameter. With ``offload_state``, asking for it waits until all of it is on the host.
+        """State by parameter. With ``offload_state``, asking for it waits until all of it is on the host; else, the current
+        stream waits for refreshes that run beside what follows a step.
 
         So what is read is what the last step left, and what is written is what the next one starts from, also where it is
         written through ``.data`` or NumPy. After every step ask anew: a tensor that was kept from before may still be
@@ -231,6 +232,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         engine = vars(self).get("_engine")
         if engine is not None and engine.offload is not None:
             engine.offload.settle()
+        self._join()
         return vars(self)["state"]  # type: ignore[no-any-return]
 
     @state.setter
@@ -364,14 +366,23 @@ class MatrixOptimizer(torch.optim.Optimizer):
             tasks = [*others, *matrices]  # the embedding, which a forward pass needs first, is among the others
             self._delayed.begin((task, [engine.parameter(b, i) for i in engine.present(b)]) for task, b in tasks)
         else:
-            queues = [task for task, _ in matrices], [task for task, _ in others], own
-            engine.ends_at_once = self._diagnostics.watch is None  # which reads the state of each bucket
-            try:
-                pipeline(in_order(*queues, offloaded=engine.offload is not None))
-            finally:
-                engine.ends_at_once = False
-                engine.rule.end_step()
+            self._run(engine, [task for task, _ in matrices], [task for task, _ in others], own)
         engine.finish_copies()
+
+    def _run(self, engine: Engine, matrices: list[Task], others: list[Task], own: list[Task]) -> None:
+        """All tasks of a step that ends at once."""
+        engine.begin_tasks(undisturbed=self._diagnostics.watch is None)  # which reads the state of each bucket
+        stay_open = False
+        try:
+            if engine.offload is not None:
+                # The first pieces that leave make room for others, and those of matrices are smaller than an embedding's:
+                # what needs no exchange goes last.
+                pipeline([*others, *matrices, *own])
+            else:
+                pipeline(matrices, [*others, *own])
+            stay_open = self._flattened is None  # flat parameters and their state are somebody else's between steps
+        finally:
+            engine.end_tasks(stay_open)
 
     @property
     def _overlaps(self) -> bool:
@@ -379,8 +390,15 @@ class MatrixOptimizer(torch.optim.Optimizer):
         return self.overlap_param_gather and self._model is not None and self._model() is not None
 
     def synchronize(self) -> None:
-        """Finishes updates that ``overlap_param_gather`` has put off, so that all parameters are as after the step."""
+        """Finishes updates that ``overlap_param_gather`` has put off, so that all parameters are as after the step; and makes
+        the current stream wait for refreshes that run beside what follows a step, so that all state is."""
         self._delayed.finish()
+        self._join()
+
+    def _join(self) -> None:
+        engine = vars(self).get("_engine")
+        if engine is not None:
+            engine.join()
 
     def _tasks(self, plan: Plan, make: Callable[..., Task], groups: list[Group]) -> list[tuple[Task, Bucket]]:
         """The steps of a plan's buckets in which something takes part."""

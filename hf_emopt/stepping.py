@@ -7,7 +7,7 @@ with other buckets meanwhile, always in the same order on every rank. Where noth
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,6 @@ __all__ = [
     "Task",
     "bucket_exchange",
     "conclude",
-    "in_order",
     "pipeline",
     "step_aux_bucket",
     "step_bucket",
@@ -47,30 +46,35 @@ State = dict[str, Tensor]
 _AHEAD = 2
 
 
-def pipeline(tasks: Iterable[Task]) -> None:
+def pipeline(tasks: Sequence[Task], fillers: Sequence[Task] = ()) -> None:
     """Runs tasks so that each collective has the mathematics of other buckets to hide behind.
 
     A task begins, then those begun before it go on by one stage each, latest first: so the next bucket's bytes are on
     their way before this bucket's products are queued.
+
+    Args:
+        tasks: begin in this order.
+        fillers: keep a host for longer than a GPU. They begin as soon as the GPU has the products of a task to do, and bring
+            forward no others, since a next task's bytes are to be on their way before. They go on when all tasks have begun.
     """
     begun: deque[Task] = deque()
-    for task in tasks:
+    waiting: deque[Task] = deque()
+    for number, task in enumerate(tasks):
         begun.appendleft(task)
         _advance(begun)
-    while begun:
+        if number == _AHEAD - 1:
+            waiting = _begun(fillers)
+    if len(tasks) < _AHEAD:
+        waiting = _begun(fillers)
+    while begun or waiting:
         _advance(begun)
+        _advance(waiting)
 
 
-def in_order(matrices: Sequence[Task], others: Sequence[Task], own: Sequence[Task], offloaded: bool) -> list[Task]:
-    """The tasks of a step in the order in which they begin.
-
-    What is stepped element by element keeps a host for longer than it keeps a GPU, so a GPU is given two buckets of matrices
-    before it. Of offloaded state the first pieces that leave make room for others, and those of matrices are smaller than an
-    embedding's: what needs no exchange (``own``) goes last there.
-    """
-    if offloaded:
-        return [*others, *matrices, *own]
-    return [*matrices[:_AHEAD], *others, *own, *matrices[_AHEAD:]]
+def _begun(tasks: Sequence[Task]) -> deque[Task]:
+    begun = deque(tasks)
+    _advance(begun)
+    return begun
 
 
 def _advance(begun: deque[Task]) -> None:
@@ -186,22 +190,25 @@ def conclude(
         updates = _scaled(updates, scales, stacks)
         with place.weighed(group, parts) as parts:
             _apply([parts[k] for k in applied], [updates[k] for k in applied], group, ok, generator)
-        yield from _gather([p.weight for p in parts], [local_tensor(p) for p in params], exchange)
+        yield from _gather(engine, [p.weight for p in parts], [local_tensor(p) for p in params], exchange)
         return
     arrival = exchange.give(updates, scales, stacks)
     if exchange.returns:
         yield
     if grid.replicas > 1:
-        arrival = exchange.share(arrival)
+        # What others have returned is waited for, and need not be here; what was packed here is ready.
+        with engine.landing(params[0], arrival.tensors) if exchange.returns else nullcontext():
+            arrival = exchange.share(arrival)
         yield
     whole = parts if sharded else [Part(local, local, {}) for local in local_tensors(params)]
     weights = [p.weight for p in whole]
-    if everyone and passes.apply(exchange.runs("taken", weights), whole, [arrival.wait()], None):
-        return
-    returned = [torch.empty(w.shape, dtype=exchange.dtype, device=w.device) for w in weights]
-    exchange.take(arrival, returned)
-    with place.weighed(group, whole) as whole:
-        _apply([whole[k] for k in moving], [returned[k] for k in moving], group, ok, generator)
+    with engine.landing(params[0], arrival.tensors):
+        if everyone and passes.apply(exchange.runs("taken", weights), whole, [arrival.wait()], None):
+            return
+        returned = [torch.empty(w.shape, dtype=exchange.dtype, device=w.device) for w in weights]
+        exchange.take(arrival, returned)
+        with place.weighed(group, whole) as whole:
+            _apply([whole[k] for k in moving], [returned[k] for k in moving], group, ok, generator)
 
 
 def bucket_exchange(engine: Engine, index: int, bucket: Bucket, present: Sequence[int]) -> Exchange | None:
@@ -222,10 +229,11 @@ def _apply(parts: list[Part], updates: list[Tensor], group: Group, ok: Tensor | 
     apply_updates([p.weight for p in parts], updates, [p.state for p in parts], group, ok, generator)
 
 
-def _gather(mine: list[Tensor], everyone: list[Tensor], exchange: Exchange) -> Task:
+def _gather(engine: Engine, mine: list[Tensor], everyone: list[Tensor], exchange: Exchange) -> Task:
     arrival = exchange.share(exchange.give(mine))
     yield
-    exchange.take(arrival, everyone)
+    with engine.landing(everyone[0], arrival.tensors):
+        exchange.take(arrival, everyone)
 
 
 def _within(segment: Segment, bucket: Bucket, shard: int) -> tuple[slice, ...]:
@@ -281,7 +289,7 @@ def step_aux_bucket(engine: Engine, index: int, bucket: Bucket, present: Sequenc
             with nullcontext() if watch is None else watch.adamw(names, weights, states, group):
                 adamw_step(weights, grads, states, group, ok, generator)
         parts = [Part(p.weight, p.grad, {}) for p in parts]
-    yield from _gather([p.weight for p in parts], params, exchange)
+    yield from _gather(engine, [p.weight for p in parts], params, exchange)
 
 
 def step_own_aux(engine: Engine, group_index: int, group: Group, present: frozenset[str]) -> list[Task]:

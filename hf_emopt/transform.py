@@ -261,5 +261,5 @@ class Transform:
             tuple(self.rounds[s.parameter] for s, _, size in jobs for _ in range(size)),
             tuple(self.engine.slot(self.bucket, s, u, b) for s, u, size in jobs for b in range(size)),
             key,
-            key is not None and self.engine.ends_at_once and self.engine.lender.lends_as_kept(self.group),
+            key is not None and self.engine.undisturbed and self.engine.lender.lends_as_kept(self.group),
         )

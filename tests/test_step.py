@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 import hf_emopt
 from hf_emopt.distributed.layout import UnsupportedLayoutError
-from hf_emopt.stepping import in_order
+from hf_emopt.stepping import pipeline
 
 OPTIMIZERS = (hf_emopt.Muon, hf_emopt.NorMuon)
 
@@ -286,16 +287,27 @@ def test_bad_arguments_are_named(arguments: dict, message: str) -> None:
         hf_emopt.Muon([nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2))], **arguments)
 
 
-def test_two_buckets_begin_before_what_is_stepped_by_elements() -> None:
-    """All tasks once; with state on the host the small pieces, of matrices, go before those of an embedding."""
-    matrices, others, own = [iter([k]) for k in range(4)], [iter([4])], [iter([5]), iter([6])]
+def test_the_stages_of_tasks_in_the_order_of_their_bytes_and_products() -> None:
+    """Each task's first stage before the second of the one before; what fills begins when one has its products queued, brings
+    nothing forward, and goes on after the last task has begun."""
+    done: list[str] = []
 
-    def order(offloaded: bool) -> list[int]:
-        names = {id(task): k for k, task in enumerate([*matrices, *others, *own])}
-        return [names[id(task)] for task in in_order(matrices, others, own, offloaded)]
+    def task(name: str, stages: int) -> Iterator[None]:
+        for stage in range(stages):
+            done.append(f"{name}{stage}")
+            if stage + 1 < stages:
+                yield
 
-    assert order(offloaded=False) == [0, 1, 4, 5, 6, 2, 3]
-    assert order(offloaded=True) == [4, 0, 1, 2, 3, 5, 6]
+    pipeline([task(name, 3) for name in "abcd"], [task("e", 2), task("f", 1)])
+    assert " ".join(done) == "a0 b0 a1 e0 f0 c0 b1 a2 d0 c1 b2 d1 c2 e1 d2"
+
+    done.clear()
+    pipeline([task("a", 3)], [task("e", 2)])
+    assert " ".join(done) == "a0 e0 a1 e1 a2"
+
+    done.clear()
+    pipeline([], [task("e", 2), task("f", 2)])
+    assert sorted(done) == ["e0", "e1", "f0", "f1"]
 
 
 @pytest.mark.parametrize(
@@ -303,25 +315,33 @@ def test_two_buckets_begin_before_what_is_stepped_by_elements() -> None:
     [({}, True), ({"state_dtype": "bfloat16"}, False), ({"offload_state": "cpu"}, False)],
 )
 def test_work_beside_a_step_only_where_nobody_touches_the_state(options: dict, undisturbed: bool) -> None:
-    """A refresh may run beside the rest of a step where the state is kept as it is used, nobody measures it, all of a batch's
-    matrices take part, and the step ends at once; and the end of the step is told."""
+    """A refresh may run beside what follows where the state is kept as it is used, nobody measures it, and all of a batch's
+    matrices take part. Who asks for state, or begins a step, waits for it; a step that fails does."""
     model = nn.ModuleList([nn.Linear(8, 8, bias=False) for _ in range(3)])
     optimizer = hf_emopt.SOAP(model, **options)
-    rule, clocks, ends = optimizer.rule, [], []
-    transform, end_step = rule.transform, rule.end_step
+    rule, clocks, joins = optimizer.rule, [], []
+    transform, join = rule.transform, rule.join
     rule.transform = lambda x, state, group, ok, clock: clocks.append(clock) or transform(x, state, group, ok, clock)
-    rule.end_step = lambda: ends.append(len(clocks)) or end_step()
+    rule.join = lambda: joins.append(len(clocks)) or join()
 
     def step() -> bool:
         clocks.clear()
+        joins.clear()
         for p in model.parameters():
             if p.grad is None:
                 p.grad = torch.randn_like(p)
         optimizer.step()
-        assert ends.pop() == len(clocks)
+        assert clocks
+        assert set(joins) <= {0}  # before the first matrix, and not after it
         return all(clock.undisturbed for clock in clocks)
 
     assert step() == undisturbed
+    assert step() == undisturbed
+    assert joins
+    for ask in (lambda: optimizer.state, optimizer.synchronize, optimizer.state_dict):
+        joins.clear()
+        ask()
+        assert joins
     with optimizer.diagnostics():
         assert not step()
     model[0].weight.grad = None
@@ -329,3 +349,20 @@ def test_work_beside_a_step_only_where_nobody_touches_the_state(options: dict, u
     clocks.clear()
     optimizer.step()
     assert not any(clock.undisturbed for clock in clocks)
+
+
+def test_a_step_that_fails_leaves_nothing_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(8, 8, bias=False)
+    optimizer, joins = hf_emopt.SOAP(model), []
+    model.weight.grad = torch.randn(8, 8)
+    optimizer.step()
+    monkeypatch.setattr(optimizer.rule, "join", lambda: joins.append(None))
+
+    def fail(*_: object) -> Tensor:
+        joins.clear()
+        raise ValueError("in the middle")
+
+    monkeypatch.setattr(optimizer.rule, "transform", fail)
+    with pytest.raises(ValueError, match="in the middle"):
+        optimizer.step()
+    assert joins

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 __all__ = ["Background", "Beside"]
 
@@ -54,38 +55,61 @@ class Background:
 
 
 class Beside:
-    """A stream for work of a step that nothing else in the step waits for.
+    """Streams for work that nothing else waits for until :meth:`join`.
 
-    Small factorizations leave most of a GPU to others, so they run beside the products of the next matrices. Nobody may touch
-    what they read and write before :meth:`join`; then it is as if all had run on one stream.
+    Small factorizations, and passes that wait for memory or for other ranks, leave most of a GPU to the products of the next
+    matrices. Nobody may touch what they read and write before :meth:`join`; then it is as if all had run on one stream.
+
+    Args:
+        name: of what is done there. Streams are one for all optimizers of a process, since what is recorded as a CUDA graph
+            is kept by stream; but work of another kind has others, so that it need not wait in line.
+        lanes: streams beside one another.
     """
 
-    def __init__(self) -> None:
-        self._open: set[torch.device] = set()
+    def __init__(self, name: str, lanes: int = 1) -> None:
+        self.name, self.lanes = name, lanes
+        self._open: set[torch.cuda.Stream] = set()
+
+    def stream(self, device: torch.device, lane: int = 0) -> torch.cuda.Stream:
+        """The stream of a lane, counted modulo the number of lanes."""
+        return _stream_beside(device, self.name, lane % self.lanes)
+
+    def open(self, device: torch.device, lane: int = 0) -> None:
+        """What will be queued on the lane runs after all that has been queued on the current stream."""
+        stream = self.stream(device, lane)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        self._open.add(stream)
+
+    def is_open(self, device: torch.device, lane: int = 0) -> bool:
+        """Whether the lane has been opened since the last :meth:`join`."""
+        return bool(self._open) and self.stream(device, lane) in self._open
 
     @contextmanager
-    def on(self, device: torch.device) -> Iterator[None]:
-        """What is queued inside runs after all that has been queued on the current stream, and beside what will be."""
-        stream = _stream_beside(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        self._open.add(device)
+    def on(self, device: torch.device, lane: int = 0, reads: Iterable[Tensor] = ()) -> Iterator[None]:
+        """Inside, work is queued on a lane that is open.
+
+        Args:
+            reads: what it reads or writes of the current stream's memory and may not outlive it.
+        """
+        stream = self.stream(device, lane)
+        for tensor in reads:
+            tensor.record_stream(stream)  # freed or not, its memory is not used again before the lane has come so far
         with torch.cuda.stream(stream):
             yield
 
     def join(self) -> None:
         """Makes the current streams wait for all that was queued."""
-        for device in self._open:
-            torch.cuda.current_stream(device).wait_stream(_stream_beside(device))
+        for stream in self._open:
+            torch.cuda.current_stream(stream.device).wait_stream(stream)
         self._open.clear()
 
     def __getstate__(self) -> dict[str, object]:
         """A copy has begun nothing."""
-        return {"_open": set()}
+        return {**self.__dict__, "_open": set()}
 
 
 @functools.cache
-def _stream_beside(device: torch.device) -> torch.cuda.Stream:
-    """One for all optimizers of a process, since what is recorded on it is kept by stream."""
+def _stream_beside(device: torch.device, name: str, lane: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 

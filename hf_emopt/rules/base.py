@@ -43,7 +43,7 @@ class Clock:
             :meth:`MatrixRule.periodic_costs` counts pieces; spread over the period by cost.
         key: names the batch, when all its matrices are present and the unit state is the batch's own; ``None`` when the
             unit state is a copy of some rows.
-        undisturbed: nobody reads or writes the unit state after the transform until the rule's ``end_step`` is called.
+        undisturbed: nobody reads or writes the unit state after the transform until the rule's ``join`` is called.
     """
 
     rounds: tuple[int, ...]
@@ -238,8 +238,9 @@ class MatrixRule(ABC):
     def settle(self, key: tuple[int, int], storage: dict[str, Tensor]) -> None:  # noqa: B027 - most have none
         """Finishes work in the background for the batch ``key`` and writes it to the batch's unit state."""
 
-    def end_step(self) -> None:  # noqa: B027 - most have nothing
-        """After the last transform of a step: waits, on the device, for what was begun beside it."""
+    def join(self) -> None:  # noqa: B027 - most have nothing
+        """Makes the current stream wait for what :meth:`transform` has begun beside it; called before anybody else reads or
+        writes unit state, and before the next step."""
 
     def forget(self) -> None:  # noqa: B027 - most have nothing
         """Before all state is replaced: what would still be done to that of the last step is not."""

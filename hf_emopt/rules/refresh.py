@@ -40,6 +40,9 @@ _SMALL_SIDE = {"cpu": 1000, "cuda": 0}
 """A refresh of side ``s`` takes ``s^2 (s + this)``: on a CPU small matrices are slower than their cubes, 704 taking 8 (eigh)
 to 11 (orthogonal iteration) times as long as 256."""
 
+LANES = 2
+"""Streams on which refreshes of different batches run beside one another. Each keeps some memory for its CUDA graphs."""
+
 CALL_COST = 10**9
 """What a call costs of its own, in the units of :meth:`RefreshingRule.periodic_costs`."""
 
@@ -116,7 +119,7 @@ class RefreshingRule(MatrixRule):
         self.failures = 0
         self.ladder = LadderReport()
         self._background = Background()
-        self._beside = Beside()
+        self._beside = Beside("refresh", LANES)
         self._flights: dict[tuple[int, int], list[_Flight]] = {}
         self._unread: dict[tuple[int, int], _Unread] = {}
         self._rows: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
@@ -317,11 +320,18 @@ class RefreshingRule(MatrixRule):
     def refresh_beside(
         self, blocks: Sequence[BlockState], group: Group, ok: Tensor | None, clock: Clock, device: torch.device
     ) -> None:
-        """:meth:`refresh` beside what follows in the step, where nothing in it needs the result."""
-        alone = not clock.undisturbed or device.type != "cuda" or group["refresh"] == "async"
-        self.refresh(blocks, group, ok, clock, None if alone else self._beside.on(device))
+        """:meth:`refresh` beside what follows, in the step and after it, until somebody asks for the state (:meth:`join`)."""
+        possible = clock.undisturbed and clock.key is not None and group["refresh"] != "async"
+        # What somebody records has to end with the step.
+        if not possible or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+            self.refresh(blocks, group, ok, clock)
+            return
+        lane, state = sum(clock.key or ()), blocks[0].state  # of all blocks of the batch
+        used = [x for x in (*state.values(), ok) if x is not None and x.device == device]
+        self._beside.open(device, lane)
+        self.refresh(blocks, group, ok, clock, self._beside.on(device, lane, used))
 
-    def end_step(self) -> None:
+    def join(self) -> None:
         self._beside.join()
 
     def mend(self, key: tuple[int, int] | None, state: dict[str, Tensor]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import pytest
@@ -117,7 +117,8 @@ def test_weights_are_those_without_graphs(cls: type, monkeypatch: pytest.MonkeyP
 
 
 def test_refreshes_beside_the_step_give_the_same_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a stream of their own, with the work of other buckets beside them, bases change the same numbers."""
+    """On streams of their own, with the work of other buckets and of what follows a step beside them, bases change the same
+    numbers."""
     monkeypatch.setenv("HF_EMOPT_MAX_BUCKET_NUMEL", str(2**20))
 
     def run() -> list[Tensor]:
@@ -131,19 +132,22 @@ def test_refreshes_beside_the_step_give_the_same_weights(monkeypatch: pytest.Mon
             for p in model.parameters():
                 p.grad = torch.randn(p.shape, device="cuda", generator=generator)
             optimizer.step()
+            passing = [torch.full((2**k,), 7.0, device="cuda") for k in range(10, 24)]  # a forward pass's memory
+            del passing
         return [x.clone() for p in model.parameters() for x in (p.detach(), *optimizer.state[p].values())]
 
     entered, on = [], Beside.on
 
     @contextmanager
-    def counted(self: Beside, device: torch.device) -> Iterator[None]:
-        entered.append(device)
-        with on(self, device):
+    def counted(self: Beside, device: torch.device, lane: int = 0, reads: Sequence[Tensor] = ()) -> Iterator[None]:
+        entered.append(lane % self.lanes)
+        with on(self, device, lane, reads):
             yield
 
     monkeypatch.setattr(Beside, "on", counted)
     beside = run()
     assert len(entered) >= 14  # in every step after the first at least one, not merely asked for
+    assert len(set(entered)) > 1
     monkeypatch.setattr(RefreshingRule, "refresh_beside", lambda self, *args: self.refresh(*args[:4]))
     after = run()
     assert len(beside) == len(after)
