@@ -329,6 +329,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     def _step_groups(self, among: frozenset[str] | None) -> None:
         """A step of the parameters with these names, or of all."""
+        finite_flags = self._finite_flags()  # first: a GPU looks at all numbers while the host looks at all parameters
         engine = self._current_engine()
         engine.prepare()
         self._consolidated = None
@@ -339,7 +340,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
             engine.offload.begin()
             self._early.count()
         engine.observe(self._diagnostics.watch)
-        agreement = engine.begin(self._finite_flags(), among)
+        agreement = engine.begin(finite_flags, among)
         if engine.watch is not None:
             engine.watch.begin(engine, agreement.ok, among)
         model = self._model() if self._model is not None and among is None else None

@@ -67,8 +67,8 @@ def pipeline(tasks: Sequence[Task], fillers: Sequence[Task] = ()) -> None:
     if len(tasks) < _AHEAD:
         waiting = _begun(fillers)
     while begun or waiting:
-        _advance(begun)
         _advance(waiting)
+        _advance(begun)
 
 
 def _begun(tasks: Sequence[Task]) -> deque[Task]:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -147,10 +147,10 @@ def _product(
     return out
 
 
-def _apply(q: Tensor, x: Tensor, tall: bool, alpha: float = 1.0, out: Tensor | None = None) -> Tensor:
-    """``alpha Q X``, or ``alpha X Q`` for tall matrices; into ``out`` if given."""
+def _apply(q: Tensor, x: Tensor, tall: bool, alpha: float = 1.0) -> Tensor:
+    """``alpha Q X``, or ``alpha X Q`` for tall matrices."""
     left, right = (x, q) if tall else (q, x)
-    out = torch.empty_like(x) if out is None else out
+    out = torch.empty_like(x)
     if alpha == 1.0:
         return (torch.mm if x.ndim == 2 else torch.bmm)(left, right, out=out)
     product = torch.addmm if x.ndim == 2 else torch.baddbmm
@@ -274,50 +274,12 @@ def _iterate(
     dtype: torch.dtype,
     backend: Backend,
 ) -> Tensor:
-    pays, chosen = kernels_pay(x.device), variants.chosen()
-
-    def part(x: Tensor, out: Tensor | None = None) -> Tensor:
-        form = _form_of(
-            x.shape, x.stride(), x.dtype, x.device, steps, restarts, safety_factor, dtype, backend, pays, chosen
-        )
-        return _iterate_there(x, form, out)
-
+    form = _form_of(
+        x.shape, x.stride(), x.dtype, x.device, steps, restarts, safety_factor, dtype, backend, kernels_pay(x.device),
+        variants.chosen(),
+    )  # fmt: skip
     with on(x.device):
-        if pays and backend != "torch" and x.ndim == 3 and _halves_fill(x.shape, x.device) and variants.in_halves():
-            return _in_halves(x, dtype, part)
-        return part(x)
-
-
-# A round of tiles: two programs on every multiprocessor. Of so many rounds and more, the last is little.
-_MOST_ROUNDS = 6
-_TILE = 128
-
-
-@functools.lru_cache(maxsize=256)
-def _halves_fill(shape: torch.Size, device: torch.device) -> bool:
-    """Whether products of a batch are a few rounds of tiles for a device, so that much of the last one is left unfilled."""
-    if device.type != "cuda" or shape[0] < 2:
-        return False
-    rows = -(-min(shape[1:]) // _TILE)
-    rounds = shape[0] * rows * (rows + 1) / 2 / (2 * torch.cuda.get_device_properties(device).multi_processor_count)
-    return 1 < rounds < _MOST_ROUNDS
-
-
-def _in_halves(x: Tensor, dtype: torch.dtype, part: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """Two halves of a batch beside one another: tiles of the one fill what the other's last round leaves."""
-    out = torch.empty_like(_dense(x, dtype), device=x.device)
-    half, current, beside = x.shape[0] // 2, torch.cuda.current_stream(x.device), _beside(x.device)
-    beside.wait_stream(current)
-    with torch.cuda.stream(beside):
-        part(x[half:], out[half:])
-    part(x[:half], out[:half])
-    current.wait_stream(beside)
-    return out
-
-
-@functools.cache
-def _beside(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+        return _iterate_there(x, form)
 
 
 # Up to here a copy of the input costs a GPU less than two launches of the normalization cost a host: both become part of
@@ -394,12 +356,12 @@ def _form_of(
     )  # fmt: skip
 
 
-def _iterate_there(x: Tensor, form: _Form, out: Tensor | None = None) -> Tensor:
+def _iterate_there(x: Tensor, form: _Form) -> Tensor:
     if form.one_program:
         from hf_emopt.linalg.triton.small_launch import small_gram_newton_schulz
 
         assert form.restarts is not None
-        out = torch.empty_like(form.likes[0], device=x.device) if out is None else out
+        out = torch.empty_like(form.likes[0], device=x.device)
         batched = (x, out) if x.ndim == 3 else (x[None], out[None])
         flat = [number for step in form.steps for number in step]
         small_gram_newton_schulz(batched[0], flat, list(form.restarts), form.safety_factor, batched[1])
@@ -414,7 +376,7 @@ def _iterate_there(x: Tensor, form: _Form, out: Tensor | None = None) -> Tensor:
         polynomial, y = cuda_graphs.recorded(
             form, form.likes, x.device, lambda *outs: _start(x, form.factor, form.backend, *outs), form.work
         )
-    return _apply(polynomial, y, form.tall, 1.0 / _scales(y.dtype)[0], out)
+    return _apply(polynomial, y, form.tall, 1.0 / _scales(y.dtype)[0])
 
 
 def _start(x: Tensor, factor: float, backend: Backend, out: Tensor, correction: Tensor | None = None) -> None:

@@ -120,6 +120,7 @@ class RefreshingRule(MatrixRule):
         self.ladder = LadderReport()
         self._background = Background()
         self._beside = Beside("refresh", LANES)
+        self._calls = 0
         self._flights: dict[tuple[int, int], list[_Flight]] = {}
         self._unread: dict[tuple[int, int], _Unread] = {}
         self._rows: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
@@ -326,13 +327,15 @@ class RefreshingRule(MatrixRule):
         if not possible or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             self.refresh(blocks, group, ok, clock)
             return
-        lane, state = sum(clock.key or ()), blocks[0].state  # of all blocks of the batch
+        lane, state = self._calls % LANES, blocks[0].state  # of all blocks of the batch
+        self._calls += 1
         used = [x for x in (*state.values(), ok) if x is not None and x.device == device]
         self._beside.open(device, lane)
         self.refresh(blocks, group, ok, clock, self._beside.on(device, lane, used))
 
     def join(self) -> None:
         self._beside.join()
+        self._calls = 0  # a period later the same batch is on the same lane, which has its graph
 
     def mend(self, key: tuple[int, int] | None, state: dict[str, Tensor]) -> None:
         """Refreshes again, with the ladder, what failed in the batch's last step; before anything else of the next one.

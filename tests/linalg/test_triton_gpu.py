@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from torch import Tensor
 
-from hf_emopt.linalg import cuda_graphs, gram_newton_schulz, newton_schulz, resolve_coefficients
+from hf_emopt.linalg import cuda_graphs, newton_schulz, resolve_coefficients
 from hf_emopt.linalg.gram_newton_schulz import iterate
 from hf_emopt.linalg.symmetric import kernels_pay, normalize_cast, syrk
 from hf_emopt.linalg.triton import configs, launching, runtime, variants
@@ -199,30 +197,6 @@ def test_variants_are_exact_repeatable_and_accurate(chosen: str, monkeypatch: py
             monkeypatch.setenv(variants.VARIABLE, chosen)
             error, other = ((z.double() - polynomial).flatten(1).norm(dim=1).mean() for z in (results[0], without))
             assert error <= 1.5 * other, (kind, error, other)
-
-
-@pytest.mark.parametrize("shape", [(5, 1536, 2560), (9, 1024, 1024), (4, 2560, 1536)])
-def test_halves_of_a_batch_give_what_the_whole_gives(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launched, recorded and replayed, and with the memory of the input in use again at once."""
-    if not kernels_pay(torch.device("cuda")):
-        pytest.skip("no measured table for this GPU")
-    cuda_graphs.clear()
-    entered, in_halves = [], gram_newton_schulz._in_halves
-    monkeypatch.setattr(gram_newton_schulz, "_in_halves", lambda *args: entered.append(1) or in_halves(*args))
-    x = torch.randn(shape, device="cuda")
-    exact = iterate(x.double(), JORDAN.steps, None, 1.0, torch.float64, "torch")
-    errors = {}
-    for chosen in ("estimate,diagonal", "estimate,diagonal,halves"):
-        monkeypatch.setenv(variants.VARIABLE, chosen)
-        results = []
-        for _ in range(4):
-            y = x.clone()
-            results.append(newton_schulz(y))
-            y.fill_(math.nan)
-        assert all(torch.equal(results[0], other) for other in results)
-        errors[chosen] = float((results[0].double() - exact).norm() / exact.norm())
-    assert len(entered) == 4
-    assert errors["estimate,diagonal,halves"] <= 1.2 * errors["estimate,diagonal"] < 0.1
 
 
 def test_variants_estimated_cast() -> None:

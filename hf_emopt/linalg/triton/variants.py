@@ -8,9 +8,6 @@
 * ``diagonal``: a program on the diagonal of ``A A^T`` reads its block once.
 * ``clusters``: products of many tiles run on clusters of two multiprocessors (:mod:`hf_emopt.linalg.hopper`). Unless the
   variable is set, only where there is one rank, see :func:`on_clusters`.
-* ``halves``: a batch whose products are a few rounds of tiles for a GPU is worked on as two, on two streams, so that tiles of
-  the one fill the last round of the other. Unless the variable is set, only where there are no clusters, see
-  :func:`in_halves`.
 """
 
 from __future__ import annotations
@@ -22,10 +19,10 @@ import torch
 
 from hf_emopt.linalg.triton.runtime import variable
 
-__all__ = ["VARIABLE", "Variant", "chosen", "enabled", "in_halves", "on_clusters"]
+__all__ = ["VARIABLE", "Variant", "chosen", "enabled", "on_clusters"]
 
 VARIABLE = "HF_EMOPT_KERNEL_VARIANTS"
-Variant: TypeAlias = Literal["estimate", "diagonal", "clusters", "halves"]
+Variant: TypeAlias = Literal["estimate", "diagonal", "clusters"]
 _UNSET = "unset"
 # What an unset variable stands for.
 _DEFAULT = "estimate,diagonal,clusters"
@@ -56,12 +53,6 @@ def on_clusters() -> bool:
         distributed = torch.distributed
         return not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1
     return enabled("clusters")
-
-
-def in_halves() -> bool:
-    """Whether batches may be worked on as two. Clusters have their shares of a device from the start, and leave no round
-    unfilled."""
-    return not on_clusters() if variable(VARIABLE, _UNSET) == _UNSET else enabled("halves")
 
 
 @functools.lru_cache(maxsize=64)
