@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ from hf_emopt.distributed.agreement import (
     warm_up,
 )
 from hf_emopt.distributed.assignment import make_plan
-from hf_emopt.distributed.exchange import Exchange
+from hf_emopt.distributed.exchange import Arrival, Exchange
 from hf_emopt.distributed.layout import (
     Grid,
     Partition,
@@ -108,7 +108,7 @@ class Engine:
         self._batches: dict[int, tuple[Batch, ...]] = {}
         self._teams: dict[tuple[int, ...], Any] = {}
         self.undisturbed = False
-        """Whether, in this step, nobody reads state or weights before :meth:`end_step`."""
+        """Whether, in this step, nobody reads state or weights before :meth:`end_tasks`."""
         self._landing = Beside("landing")
         self._slots: dict[Matrix, tuple[int, ...]] = {}
         self._slots_for: tuple[int, ...] = ()
@@ -162,8 +162,7 @@ class Engine:
 
     def _shared_names(self) -> list[str]:
         """Parameters whose gradient must be there on all ranks or on none: all but those that need no collective."""
-        alone = [b for b in self.plan.buckets if b.local and b.storage.replicas == 1 and not b.teams]
-        local = {p.name for b in alone for p in b.parameters}
+        local = {p.name for b in self.plan.buckets if b.silent for p in b.parameters}
         return [n for n, _ in self._named() if self.grids[n].world_size > 1 and n not in local]
 
     def _open_teams(self) -> None:
@@ -289,17 +288,18 @@ class Engine:
                 if device.type == "cuda":
                     self._landing.open(device)
 
-    def landing(self, param: Tensor, arriving: Iterable[Tensor]) -> AbstractContextManager[None]:
+    def landing(self, param: Tensor, arrival: Arrival) -> AbstractContextManager[None]:
         """Where updates of other ranks are waited for and put onto the weights: beside the products of other buckets, which
-        need not wait then. What is read there was computed before the step's tasks began, or arrives by a collective.
+        need not wait then. What is read there was queued before the collective that brings the updates; where none does,
+        it is the current stream.
 
         Args:
             param: one of those whose weights are stepped.
-            arriving: tensors of the current stream's memory that are read there.
+            arrival: what is waited for there.
         """
-        if is_offloaded(param) or not self._landing.is_open(param.device):
+        if not arrival.works or is_offloaded(param) or not self._landing.is_open(param.device):
             return nullcontext()
-        return self._landing.on(param.device, reads=arriving)
+        return self._landing.on(param.device, reads=(arrival.buffer, *arrival.keep), after=False)
 
     def end_tasks(self, stay_open: bool) -> None:
         """After the tasks of a step.
@@ -333,6 +333,7 @@ class Engine:
         key = (id(bucket), exact, None if len(present) == len(bucket.parameters) else tuple(present))
         if key not in self._exchanges:
             if len(self._exchanges) > _MAX_EXCHANGES:  # gradients that come and go make many subsets
+                self._landing.wait()  # which may read their tables still
                 self._exchanges.clear()
             param = self.parameter(bucket, present[0])
             dtype = param.dtype if exact else self._wire(param)

@@ -367,20 +367,27 @@ class MatrixOptimizer(torch.optim.Optimizer):
             tasks = [*others, *matrices]  # the embedding, which a forward pass needs first, is among the others
             self._delayed.begin((task, [engine.parameter(b, i) for i in engine.present(b)]) for task, b in tasks)
         else:
-            self._run(engine, [task for task, _ in matrices], [task for task, _ in others], own)
+            self._run(engine, matrices, [task for task, _ in others], own)
         engine.finish_copies()
 
-    def _run(self, engine: Engine, matrices: list[Task], others: list[Task], own: list[Task]) -> None:
-        """All tasks of a step that ends at once."""
+    def _run(self, engine: Engine, matrices: list[tuple[Task, Bucket]], others: list[Task], own: list[Task]) -> None:
+        """All tasks of a step that ends at once.
+
+        Args:
+            others: what is stepped element by element and shared out; ``own`` what each rank steps for itself.
+        """
         engine.begin_tasks(undisturbed=self._diagnostics.watch is None)  # which reads the state of each bucket
         stay_open = False
         try:
             if engine.offload is not None:
                 # The first pieces that leave make room for others, and those of matrices are smaller than an embedding's:
                 # what needs no exchange goes last.
-                pipeline([*others, *matrices, *own])
+                pipeline([*others, *[task for task, _ in matrices], *own])
             else:
-                pipeline(matrices, [*others, *own])
+                # Ranks need not have the same gradients in a bucket of which nothing travels, and the order of others'
+                # collectives must not follow from it.
+                silent = [task for task, bucket in matrices if bucket.silent]
+                pipeline([task for task, bucket in matrices if not bucket.silent], [*others, *own, *silent])
             stay_open = self._flattened is None  # flat parameters and their state are somebody else's between steps
         finally:
             engine.end_tasks(stay_open)

@@ -55,20 +55,21 @@ def pipeline(tasks: Sequence[Task], fillers: Sequence[Task] = ()) -> None:
     Args:
         tasks: begin in this order.
         fillers: keep a host for longer than a GPU. They begin as soon as the GPU has the products of a task to do, and bring
-            forward no others, since a next task's bytes are to be on their way before. They go on when all tasks have begun.
+            forward no others, since a next task's bytes are to be on their way before. Then they go on after each task.
     """
     begun: deque[Task] = deque()
     waiting: deque[Task] = deque()
     for number, task in enumerate(tasks):
         begun.appendleft(task)
         _advance(begun)
+        _advance(waiting)
         if number == _AHEAD - 1:
             waiting = _begun(fillers)
     if len(tasks) < _AHEAD:
         waiting = _begun(fillers)
     while begun or waiting:
-        _advance(waiting)
         _advance(begun)
+        _advance(waiting)
 
 
 def _begun(tasks: Sequence[Task]) -> deque[Task]:
@@ -196,13 +197,12 @@ def conclude(
     if exchange.returns:
         yield
     if grid.replicas > 1:
-        # What others have returned is waited for, and need not be here; what was packed here is ready.
-        with engine.landing(params[0], arrival.tensors) if exchange.returns else nullcontext():
+        with engine.landing(params[0], arrival):
             arrival = exchange.share(arrival)
         yield
     whole = parts if sharded else [Part(local, local, {}) for local in local_tensors(params)]
     weights = [p.weight for p in whole]
-    with engine.landing(params[0], arrival.tensors):
+    with engine.landing(params[0], arrival):
         if everyone and passes.apply(exchange.runs("taken", weights), whole, [arrival.wait()], None):
             return
         returned = [torch.empty(w.shape, dtype=exchange.dtype, device=w.device) for w in weights]
@@ -232,7 +232,7 @@ def _apply(parts: list[Part], updates: list[Tensor], group: Group, ok: Tensor | 
 def _gather(engine: Engine, mine: list[Tensor], everyone: list[Tensor], exchange: Exchange) -> Task:
     arrival = exchange.share(exchange.give(mine))
     yield
-    with engine.landing(everyone[0], arrival.tensors):
+    with engine.landing(everyone[0], arrival):
         exchange.take(arrival, everyone)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import hf_emopt
+from hf_emopt.distributed.exchange import Arrival
 from hf_emopt.distributed.layout import UnsupportedLayoutError
 from hf_emopt.stepping import pipeline
 
@@ -289,7 +291,7 @@ def test_bad_arguments_are_named(arguments: dict, message: str) -> None:
 
 def test_the_stages_of_tasks_in_the_order_of_their_bytes_and_products() -> None:
     """Each task's first stage before the second of the one before; what fills begins when one has its products queued, brings
-    nothing forward, and goes on after the last task has begun."""
+    nothing forward, and goes on after the next task."""
     done: list[str] = []
 
     def task(name: str, stages: int) -> Iterator[None]:
@@ -299,11 +301,11 @@ def test_the_stages_of_tasks_in_the_order_of_their_bytes_and_products() -> None:
                 yield
 
     pipeline([task(name, 3) for name in "abcd"], [task("e", 2), task("f", 1)])
-    assert " ".join(done) == "a0 b0 a1 e0 f0 c0 b1 a2 d0 c1 b2 e1 d1 c2 d2"
+    assert " ".join(done) == "a0 b0 a1 e0 f0 c0 b1 a2 e1 d0 c1 b2 d1 c2 d2"
 
     done.clear()
     pipeline([task("a", 3)], [task("e", 2)])
-    assert " ".join(done) == "a0 e0 e1 a1 a2"
+    assert " ".join(done) == "a0 e0 a1 e1 a2"
 
     done.clear()
     pipeline([], [task("e", 2), task("f", 2)])
@@ -366,3 +368,29 @@ def test_a_step_that_fails_leaves_nothing_beside_it(monkeypatch: pytest.MonkeyPa
     with pytest.raises(ValueError, match="in the middle"):
         optimizer.step()
     assert joins
+
+
+def test_updates_land_beside_other_work_only_where_a_collective_brings_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was packed here (an expert of this rank, a matrix that each rank transforms) is ready on its own stream alone."""
+    model = nn.Linear(8, 8, bias=False)
+    optimizer, landed = hf_emopt.Muon(model), []
+    model.weight.grad = torch.randn(8, 8)
+    optimizer.step()
+    engine = optimizer._engine
+    assert engine is not None
+
+    def on(*_: object, reads: tuple[Tensor, ...], after: bool) -> contextlib.AbstractContextManager[None]:
+        landed.append((reads, after))
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(engine._landing, "is_open", lambda *_: True)
+    monkeypatch.setattr(engine._landing, "on", on)
+    buffer, sent = torch.zeros(3), torch.zeros(2)
+    with engine.landing(model.weight, Arrival(buffer)):
+        assert not landed
+    with engine.landing(model.weight, Arrival(buffer, (object(),), (sent,))):
+        assert len(landed) == 1
+    ((reads, after),) = landed
+    assert reads[0] is buffer
+    assert reads[1] is sent
+    assert not after

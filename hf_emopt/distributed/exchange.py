@@ -50,11 +50,6 @@ class Arrival:
     works: tuple[Any, ...] = ()
     keep: tuple[Tensor, ...] = ()
 
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """All that collectives read and write."""
-        return (self.buffer, *self.keep)
-
     def wait(self) -> Tensor:
         """The filled buffer."""
         for work in self.works:

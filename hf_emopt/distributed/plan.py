@@ -155,6 +155,11 @@ class Bucket:
         """Whether updates go back to shards."""
         return self.sends and not self.keeps
 
+    @cached_property
+    def silent(self) -> bool:
+        """Whether nothing of its step travels at all, so that ranks need not agree on who takes part."""
+        return self.local and self.storage.replicas == 1 and not self.teams
+
     @property
     def teams(self) -> list[tuple[int, ...]]:
         """Positions of ranks that share matrices, each set once."""

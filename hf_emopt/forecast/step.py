@@ -75,7 +75,7 @@ class Forecast:
         products: transforms; ``passes``: elementwise; ``exchange``: collectives, hidden or not; ``team_sums``: all-reduces
             among ranks that share a matrix, which hide behind nothing.
         exposed_exchange: what of the exchange no other bucket's work hides.
-        device: with what overlap hides taken away; ``host``: Python and launches, beside it.
+        device: without what overlap hides, exchange and landing; ``host``: Python and launches, beside it.
         refresh: what refreshes of factors add in the mean step, waiting for the rank that has most to do included.
         seconds: of the mean step, from an idle device; ``largest_seconds`` of the longest in a period.
         received_bytes, sent_bytes: of the rank with most; an all-to-all's own part counted.
@@ -154,7 +154,8 @@ def forecast(
     busy, comm = float(busy_by_step.mean()), sum(exchange)
     count = max(1, len(exchange))
     exposed = comm / count + max(0.0, comm * (1 - 1 / count) - busy * (1 - 1 / count))
-    device = busy + exposed
+    landing = _landing(optimizer, machine, placed, buckets, wire) * (1 - 1 / max(1, len(buckets)))
+    device = busy - landing + exposed
     each = HOST.parameter_ms + (HOST.slice_ms if layout.name == "fsdp2+tp" else 0.0)
     before = 1e-3 * each * sum(len(b.parameters) for b in placed.plan.buckets)
     host = before + _host(buckets, copies, placed, batches, has_kernels(machine.gpu))
@@ -253,6 +254,16 @@ def _elementwise(
         moved = moved + (3 * weight + 16 + weight * optimizer.skip_nonfinite) * local
     alone = world == 1 and isinstance(optimizer.rule, MuonRule) and has_kernels(machine.gpu)
     return moved / (machine.bandwidth * (EFFICIENCY.memory_alone / EFFICIENCY.memory if alone else 1.0))
+
+
+def _landing(
+    optimizer: MatrixOptimizer, machine: Machine, placed: Placed, buckets: Sequence[BucketAmounts], wire: int
+) -> float:
+    """Seconds in which updates of other ranks are put onto the weights."""
+    moved = sum(
+        float(b.local.max()) * _passes_of(optimizer, machine, placed, b.bucket.group, wire).landing for b in buckets
+    )
+    return moved / machine.bandwidth
 
 
 def _weight_bytes(optimizer: MatrixOptimizer, b: BucketAmounts) -> int:

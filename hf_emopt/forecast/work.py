@@ -53,12 +53,14 @@ class Passes:
         owned: one that it transforms.
         checked: an element of any gradient, which is looked through for numbers that are not finite.
         aux: an element that AdamW steps.
+        landing: of ``local``, to put what arrives from other ranks onto the weights, beside the products of other buckets.
     """
 
     local: float
     owned: float
     checked: float
     aux: float
+    landing: float
 
 
 def passes(
@@ -77,6 +79,7 @@ def passes(
     owned = (1 if has_kernels(gpu) else 2) * room + 2 + rule_owned if isinstance(rule, MuonRule) else rule_owned
     update = wire if travels else 2
     apply = 2 * weight + update if weight >= 4 else APPLY_16_BITS
+    landing = float(apply) if travels else 0.0
     if sharded:
         local = momentum + (wire if travels else room) + apply
         owned += (2 * wire + room + 2) if travels else 0.0  # unpacked on arrival, packed to go back
@@ -84,10 +87,11 @@ def passes(
         owned += momentum + room + (wire + 2 if travels else 0.0)
         local = float(apply)
         if weight < 4 and travels:  # owners step their weights, the others receive them
-            owned, local = owned + apply, 2 * weight
+            owned, local, landing = owned + apply, 2 * weight, 2.0 * weight
     # What is counted for rules with factors was measured as it is.
     slow = 1.0 if has_kernels(gpu) or not isinstance(rule, MuonRule) else UNFUSED
-    return Passes(slow * local, slow * owned, weight, 3 * weight + 16 + (0 if weight >= 4 else APPLY_16_BITS))
+    aux = 3 * weight + 16 + (0 if weight >= 4 else APPLY_16_BITS)
+    return Passes(slow * local, slow * owned, weight, aux, slow * landing)
 
 
 APPLY_16_BITS = 134.0

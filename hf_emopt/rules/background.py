@@ -55,10 +55,10 @@ class Background:
 
 
 class Beside:
-    """Streams for work that nothing else waits for until :meth:`join`.
+    """Streams for work that nothing else waits for until :meth:`wait` or :meth:`join`.
 
     Small factorizations, and passes that wait for memory or for other ranks, leave most of a GPU to the products of the next
-    matrices. Nobody may touch what they read and write before :meth:`join`; then it is as if all had run on one stream.
+    matrices. Nobody may touch what they read and write before that; then it is as if all had run on one stream.
 
     Args:
         name: of what is done there. Streams are one for all optimizers of a process, since what is recorded as a CUDA graph
@@ -85,22 +85,32 @@ class Beside:
         return bool(self._open) and self.stream(device, lane) in self._open
 
     @contextmanager
-    def on(self, device: torch.device, lane: int = 0, reads: Iterable[Tensor] = ()) -> Iterator[None]:
-        """Inside, work is queued on a lane that is open.
+    def on(
+        self, device: torch.device, lane: int = 0, reads: Iterable[Tensor] = (), after: bool = True
+    ) -> Iterator[None]:
+        """Inside, work is queued on a lane.
 
         Args:
             reads: what it reads or writes of the current stream's memory and may not outlive it.
+            after: :meth:`open` it first. Without, it has been, and what was queued on the current stream since is not waited
+                for.
         """
+        if after:
+            self.open(device, lane)
         stream = self.stream(device, lane)
         for tensor in reads:
             tensor.record_stream(stream)  # freed or not, its memory is not used again before the lane has come so far
         with torch.cuda.stream(stream):
             yield
 
-    def join(self) -> None:
-        """Makes the current streams wait for all that was queued."""
-        for stream in self._open:
+    def wait(self) -> None:
+        """Makes the current streams wait for all that was queued. Others that ask later wait as well."""
+        for stream in tuple(self._open):
             torch.cuda.current_stream(stream.device).wait_stream(stream)
+
+    def join(self) -> None:
+        """:meth:`wait`, and the lanes are open no more."""
+        self.wait()
         self._open.clear()
 
     def __getstate__(self) -> dict[str, object]:

@@ -214,7 +214,7 @@ class RefreshingRule(MatrixRule):
             return Side(block, d, numbers, None, order)
         if (numbers, device) not in self._rows:
             if len(self._rows) > 4096:  # gradients that come and go make many subsets
-                self._beside.join()  # which may read them still
+                self._beside.wait()  # which may read them still
                 self._rows.clear()
             self._rows[numbers, device] = torch.tensor(numbers, device=device)
         return Side(block, d, numbers, self._rows[numbers, device], order)
@@ -288,6 +288,8 @@ class RefreshingRule(MatrixRule):
         """
         results: list[tuple[Side, Refreshed]] = []
         unread = key is not None and sides[0].block.grads.device.type in self.read_later
+        for rows in [side.rows for side in sides if side.rows is not None and side.rows.is_cuda]:
+            rows.record_stream(torch.cuda.current_stream(rows.device))  # a lane's, which may outlive this rule
         for alike in _alike(sides):
             new = self.compute(self._snapshot(alike, group, copy=False), group, first, unread)
             results += zip(alike, new.split([len(s.chosen) for s in alike]))
@@ -330,12 +332,13 @@ class RefreshingRule(MatrixRule):
         lane, state = self._calls % LANES, blocks[0].state  # of all blocks of the batch
         self._calls += 1
         used = [x for x in (*state.values(), ok) if x is not None and x.device == device]
-        self._beside.open(device, lane)
         self.refresh(blocks, group, ok, clock, self._beside.on(device, lane, used))
 
     def join(self) -> None:
-        self._beside.join()
         self._calls = 0  # a period later the same batch is on the same lane, which has its graph
+        # Who records has waited for all that went before.
+        if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+            self._beside.wait()
 
     def mend(self, key: tuple[int, int] | None, state: dict[str, Tensor]) -> None:
         """Refreshes again, with the ladder, what failed in the batch's last step; before anything else of the next one.
@@ -360,7 +363,7 @@ class RefreshingRule(MatrixRule):
                 side.block.state = state
                 broken.append(self.side(side.block, side.d, numbers, side.order))
         if broken:
-            self._beside.join()  # libraries keep some memory for all streams
+            self._beside.wait()  # libraries keep some memory for all streams
             with matmul_precision(unread.options["matmul_precision"]):
                 self.refresh_now(broken, unread.options, False, None)
 

@@ -116,17 +116,24 @@ def test_weights_are_those_without_graphs(cls: type, monkeypatch: pytest.MonkeyP
         torch.testing.assert_close(with_graphs, without, rtol=1e-4, atol=1e-4)
 
 
-def test_refreshes_beside_the_step_give_the_same_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("method", "recorded"), [("orthogonal_iteration", "1"), ("orthogonal_iteration", "0"), ("qr", "1")]
+)
+def test_refreshes_beside_the_step_give_the_same_weights(
+    method: str, recorded: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On streams of their own, with the work of other buckets and of what follows a step beside them, bases change the same
     numbers."""
     monkeypatch.setenv("HF_EMOPT_MAX_BUCKET_NUMEL", str(2**20))
+    monkeypatch.setenv(DISABLE_VARIABLE, str(1 - int(recorded)))
 
     def run() -> list[Tensor]:
         cuda_graphs.clear()
         torch.manual_seed(1)
         shapes = [(1024, 1024), (1024, 640), (640, 1536), (1536, 1024)] * 3
         model = nn.Sequential(*(nn.Linear(*shape, bias=False) for shape in shapes)).cuda()
-        optimizer = SOAP(model, lr=1e-3, precondition_frequency=3, max_preconditioner_dim=1024, matmul_precision="fp16")
+        options = {"max_preconditioner_dim": 1024, "matmul_precision": "fp16", "basis_method": method}
+        optimizer = SOAP(model, lr=1e-3, precondition_frequency=3, **options)
         generator = torch.Generator("cuda").manual_seed(2)
         for _ in range(16):
             for p in model.parameters():
@@ -140,8 +147,8 @@ def test_refreshes_beside_the_step_give_the_same_weights(monkeypatch: pytest.Mon
 
     @contextmanager
     def counted(self: Beside, device: torch.device, lane: int = 0, reads: Sequence[Tensor] = ()) -> Iterator[None]:
-        entered.append(lane % self.lanes)
         with on(self, device, lane, reads):
+            entered.append(lane % self.lanes)
             yield
 
     monkeypatch.setattr(Beside, "on", counted)
