@@ -299,7 +299,7 @@ class Engine:
         """
         if not arrival.works or is_offloaded(param) or not self._landing.is_open(param.device):
             return nullcontext()
-        return self._landing.on(param.device, reads=(arrival.buffer, *arrival.keep), after=False)
+        return self._landing.holding(param.device, (arrival.buffer, *arrival.keep))
 
     def end_tasks(self, stay_open: bool) -> None:
         """After the tasks of a step.

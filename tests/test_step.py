@@ -379,18 +379,16 @@ def test_updates_land_beside_other_work_only_where_a_collective_brings_them(monk
     engine = optimizer._engine
     assert engine is not None
 
-    def on(*_: object, reads: tuple[Tensor, ...], after: bool) -> contextlib.AbstractContextManager[None]:
-        landed.append((reads, after))
+    def holding(device: torch.device, reads: tuple[Tensor, ...]) -> contextlib.AbstractContextManager[None]:
+        landed.append(reads)
         return contextlib.nullcontext()
 
     monkeypatch.setattr(engine._landing, "is_open", lambda *_: True)
-    monkeypatch.setattr(engine._landing, "on", on)
+    monkeypatch.setattr(engine._landing, "holding", holding)
     buffer, sent = torch.zeros(3), torch.zeros(2)
     with engine.landing(model.weight, Arrival(buffer)):
         assert not landed
     with engine.landing(model.weight, Arrival(buffer, (object(),), (sent,))):
         assert len(landed) == 1
-    ((reads, after),) = landed
-    assert reads[0] is buffer
-    assert reads[1] is sent
-    assert not after
+    assert landed[0][0] is buffer
+    assert landed[0][1] is sent

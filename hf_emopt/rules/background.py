@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -14,6 +15,8 @@ from torch import Tensor
 __all__ = ["Background", "Beside"]
 
 T = TypeVar("T")
+
+_HELD = 2
 
 
 class Background:
@@ -69,6 +72,7 @@ class Beside:
     def __init__(self, name: str, lanes: int = 1) -> None:
         self.name, self.lanes = name, lanes
         self._open: set[torch.cuda.Stream] = set()
+        self._held: deque[tuple[tuple[Tensor, ...], torch.cuda.Event]] = deque()
 
     def stream(self, device: torch.device, lane: int = 0) -> torch.cuda.Stream:
         """The stream of a lane, counted modulo the number of lanes."""
@@ -85,23 +89,40 @@ class Beside:
         return bool(self._open) and self.stream(device, lane) in self._open
 
     @contextmanager
-    def on(
-        self, device: torch.device, lane: int = 0, reads: Iterable[Tensor] = (), after: bool = True
-    ) -> Iterator[None]:
-        """Inside, work is queued on a lane.
+    def on(self, device: torch.device, lane: int = 0, reads: Iterable[Tensor] = ()) -> Iterator[None]:
+        """Inside, work is queued on a lane, after all that has been queued on the current stream.
 
         Args:
             reads: what it reads or writes of the current stream's memory and may not outlive it.
-            after: :meth:`open` it first. Without, it has been, and what was queued on the current stream since is not waited
-                for.
         """
-        if after:
-            self.open(device, lane)
+        self.open(device, lane)
         stream = self.stream(device, lane)
         for tensor in reads:
             tensor.record_stream(stream)  # freed or not, its memory is not used again before the lane has come so far
         with torch.cuda.stream(stream):
             yield
+
+    @contextmanager
+    def holding(self, device: torch.device, reads: tuple[Tensor, ...]) -> Iterator[None]:
+        """Inside, work is queued on the first lane, which is open; what was queued on the current stream since it was opened is
+        not waited for.
+
+        What it reads is kept, and given back when two more such works have been queued and the current stream waits for this
+        one. So memory is used again in the same order in every step, whatever the device has done by then. (Memory that was
+        recorded on a stream comes back when that has come so far: buffers would lie elsewhere from step to step, and their
+        addresses be sent anew.)
+
+        Args:
+            reads: tensors of the current stream's memory, or of the lane's.
+        """
+        stream, done = self.stream(device), torch.cuda.Event()
+        with torch.cuda.stream(stream):
+            yield
+            done.record(stream)
+        self._held.append((reads, done))
+        if len(self._held) > _HELD:
+            torch.cuda.current_stream(device).wait_event(self._held[0][1])
+            self._held.popleft()
 
     def wait(self) -> None:
         """Makes the current streams wait for all that was queued. Others that ask later wait as well."""
@@ -112,10 +133,11 @@ class Beside:
         """:meth:`wait`, and the lanes are open no more."""
         self.wait()
         self._open.clear()
+        self._held.clear()
 
     def __getstate__(self) -> dict[str, object]:
         """A copy has begun nothing."""
-        return {**self.__dict__, "_open": set()}
+        return {**self.__dict__, "_open": set(), "_held": deque()}
 
 
 @functools.cache
