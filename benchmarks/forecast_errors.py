@@ -57,6 +57,9 @@ PRESENT_KERNELS = (
     "step_fsdp2_1.1b_4xh200_fc7c774", "step_ddp_1.1b_4xh200_fc7c774", "step_hsdp_1.1b_4xh200_fc7c774",
     "step_fsdp2_tp_1.1b_4xh200_fc7c774", "step_fsdp2_wide_4xh200_fc7c774", "step_fsdp2_1.1b_2xh200_4052951",
     "step_ddp_1.1b_2xh200_4052951", "step_fsdp2_1.1b_4xh200_4052951", "step_ddp_1.1b_4xh200_4052951",
+    "step_fsdp2_1.1b_2xh200_d5c5545", "step_ddp_1.1b_2xh200_d5c5545", "step_fsdp2_1.1b_4xh200_d5c5545",
+    "step_ddp_1.1b_4xh200_d5c5545", "step_fsdp2_1.1b_2xh200_6e866b4", "step_ddp_1.1b_2xh200_6e866b4",
+    "step_fsdp2_1.1b_4xh200_6e866b4", "step_ddp_1.1b_4xh200_6e866b4",
 )  # fmt: skip
 """Measured with the kernels as they are. All others are predicted from ``kernel_table_h200_c800a30``, the table of theirs."""
 WITH_EPSILON = ("step_single_1.1b_h200_226d713_shampoo", "step_single_1.1b_h200_3b683fd")
@@ -67,15 +70,20 @@ PRESENT_PLANS = (
     "step_fsdp2_1.1b_4xh200_fc7c774", "step_ddp_1.1b_4xh200_fc7c774", "step_hsdp_1.1b_4xh200_fc7c774",
     "step_fsdp2_tp_1.1b_4xh200_fc7c774", "step_fsdp2_wide_4xh200_fc7c774", "step_fsdp2_1.1b_2xh200_4052951",
     "step_ddp_1.1b_2xh200_4052951", "step_fsdp2_1.1b_4xh200_4052951", "step_ddp_1.1b_4xh200_4052951",
+    "step_fsdp2_1.1b_2xh200_d5c5545", "step_ddp_1.1b_2xh200_d5c5545", "step_fsdp2_1.1b_4xh200_d5c5545",
+    "step_ddp_1.1b_4xh200_d5c5545", "step_fsdp2_1.1b_2xh200_6e866b4", "step_ddp_1.1b_2xh200_6e866b4",
+    "step_fsdp2_1.1b_4xh200_6e866b4", "step_ddp_1.1b_4xh200_6e866b4",
 )  # fmt: skip
 """Measured since matrices of one shape lie together in a plan and one process has buckets of twice the size; products of
 factors in float16. Before, a plan followed names among matrices of one cost, and those products were in TF32."""
 FITTED_FILES = (
     "step_ddp_1.1b_2xh200", "refresh_2048_h200", "step_fsdp2_1.1b_2xh200_1946bf8", "step_ddp_1.1b_2xh200_1946bf8",
     "step_single_1.1b_h200_5d3ec2d_profile", "step_single_1.1b_h200_226d713_shampoo", "step_fsdp2_tp_1.1b_4xh200_4b21a19",
+    "step_fsdp2_1.1b_2xh200_6e866b4", "step_ddp_1.1b_2xh200_6e866b4",
 )  # fmt: skip
-"""Muon's and AdamW's steps of the first, SOAP's of the second, Muon's and Shampoo's of the third, Muon's of the fourth and
-fifth (of which the passes alone), Shampoo's of the sixth, and Muon's of the seventh (what the host does for slices).
+"""Muon's and AdamW's steps of the first, SOAP's of the second, Shampoo's of the third, the exchange in Muon's of the third
+and fourth, Muon's of the fifth (of which the passes alone), Shampoo's of the sixth, Muon's of the seventh (what the host does
+for slices), and Muon's (what it does for a matrix) and SOAP's of the last two.
 AdamW's host time under FSDP2 is fitted to the three files of that layout; how products slow down to those of ``kernels_h200``
 that take longer than 5 ms."""
 FITTED_ADAMW = ("step_fsdp2_1.1b_2xh200", "step_fsdp2_1.1b_2xh200_foreach", "step_fsdp2_wide_2xh200")
@@ -85,6 +93,10 @@ SLOW_HOST = "591b0b4"
 """Before the host's share of Muon's step was cut and Shampoo's refresh took half of its products."""
 NOT_RECORDED = "fc7c774"
 """The last commit that launched the kernels of Shampoo's roots one by one."""
+ONE_BY_ONE = ("c495b4f", "1946bf8", "4b21a19")
+"""When the host asked of one tensor after another what is asked of all at once since."""
+ONE_STREAM = ("d44b7ef", "fc7c774", "4052951")
+"""When most of SOAP's bases were launched kernel by kernel, and all of them on one stream."""
 SMALL_BUCKETS = ("0e9c519", "c495b4f")
 """When a bucket of copies had as many elements as a bucket of shards; since then it has twice as many on two ranks."""
 
@@ -118,12 +130,15 @@ def role(file: str, commit: str, optim: str) -> str:
         file == FITTED_FILES[5] and optim == "shampoo"
     ):
         return FITTED
-    fitted = {FITTED_FILES[1]: ("soap",), FITTED_FILES[2]: ("muon", "shampoo"), FITTED_FILES[3]: ("muon",)}
+    fitted: dict[str, tuple[str, ...]] = {FITTED_FILES[1]: ("soap",), FITTED_FILES[2]: ("shampoo",)}
+    fitted |= {name: ("muon", "soap") for name in FITTED_FILES[7:]}
     if optim in fitted.get(file, ()):
         return FITTED
     replaced = file == FITTED_FILES[1] and optim == "shampoo"
     replaced |= commit.startswith(SLOW_HOST) and optim in ("muon", "shampoo")
     replaced |= commit.startswith(NOT_RECORDED) and optim == "shampoo"
+    replaced |= commit.startswith(ONE_BY_ONE) and optim.startswith("muon") and file.startswith("step_")
+    replaced |= commit.startswith(ONE_STREAM) and optim == "soap"
     return OLDER if replaced or commit.startswith(OLDER_COMMITS) else PREDICTED
 
 

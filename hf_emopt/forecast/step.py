@@ -154,7 +154,7 @@ def forecast(
     busy, comm = float(busy_by_step.mean()), sum(exchange)
     count = max(1, len(exchange))
     exposed = comm / count + max(0.0, comm * (1 - 1 / count) - busy * (1 - 1 / count))
-    landing = _landing(optimizer, machine, placed, buckets, wire) * (1 - 1 / max(1, len(buckets)))
+    landing = _landing(optimizer, machine, placed, buckets, wire)
     device = busy - landing + exposed
     each = HOST.parameter_ms + (HOST.slice_ms if layout.name == "fsdp2+tp" else 0.0)
     before = 1e-3 * each * sum(len(b.parameters) for b in placed.plan.buckets)
@@ -256,14 +256,21 @@ def _elementwise(
     return moved / (machine.bandwidth * (EFFICIENCY.memory_alone / EFFICIENCY.memory if alone else 1.0))
 
 
+_FEW_BUCKETS = 2
+"""Of so few, next to nothing is put onto the weights beside the products of others."""
+
+
 def _landing(
     optimizer: MatrixOptimizer, machine: Machine, placed: Placed, buckets: Sequence[BucketAmounts], wire: int
 ) -> float:
-    """Seconds in which updates of other ranks are put onto the weights."""
-    moved = sum(
-        float(b.local.max()) * _passes_of(optimizer, machine, placed, b.bucket.group, wire).landing for b in buckets
-    )
-    return moved / machine.bandwidth
+    """Seconds in which updates of other ranks are put onto the weights beside products: of all buckets but one. Not counted
+    for rules with factors, whose passes were measured as they are."""
+    if len(buckets) <= _FEW_BUCKETS or not isinstance(optimizer.rule, MuonRule):
+        return 0.0
+    each = [
+        _passes_of(optimizer, machine, placed, b.bucket.group, wire).landing * float(b.local.max()) for b in buckets
+    ]
+    return sum(each) / machine.bandwidth * (1 - 1 / len(buckets))
 
 
 def _weight_bytes(optimizer: MatrixOptimizer, b: BucketAmounts) -> int:

@@ -25,6 +25,9 @@ _REFRESH_CALL = {"soap": 11.5e-3, "shampoo": 0.97e-3, "kl_shampoo": 0.97e-3}
 # With split factors, 0.72 ms more: 38.2 of two steps of one process, of 53 sides.
 _HALF_SIDE, _HALF_CALL = 0.82e-3, 0.3e-3
 _SPLIT_SIDE = 1.54e-3
+# SOAP's bases in float16 on two streams: what 25 sides in 3.6 calls add to the mean step of two GPUs (6e866b4); how it parts
+# between sides and calls is guessed.
+_BASIS_SIDE, _BASIS_CALL = 1.2e-3, 5.9e-3
 
 
 @dataclass(frozen=True)
@@ -164,5 +167,7 @@ def refresh_seconds(gpu: Gpu, rule: MatrixRule, group: Group, sides: Array, call
         given = group["relative_epsilon"]
         side = _HALF_SIDE if given is not None and given >= SINGLE_EPSILON else _SPLIT_SIDE
         return GPUS["h200"].bf16 / gpu.bf16 * side * sides + _HALF_CALL * calls
+    if rule.name == "soap" and _in_half(gpu, group):
+        return GPUS["h200"].bf16 / gpu.bf16 * _BASIS_SIDE * sides + _BASIS_CALL * calls
     slower = GPUS["h200"].tf32 / (gpu.fp32 if group["matmul_precision"] == "highest" else gpu.tf32)
     return slower * _REFRESH_SIDE[rule.name] * sides + _REFRESH_CALL[rule.name] * calls

@@ -104,8 +104,8 @@ class Beside:
 
     @contextmanager
     def holding(self, device: torch.device, reads: tuple[Tensor, ...]) -> Iterator[None]:
-        """Inside, work is queued on the first lane, which is open; what was queued on the current stream since it was opened is
-        not waited for.
+        """Inside, work is queued on the first lane, which is open; what was queued on the current stream since it was opened
+        is not waited for.
 
         What it reads is kept, and given back when two more such works have been queued and the current stream waits for this
         one. So memory is used again in the same order in every step, whatever the device has done by then. (Memory that was
