@@ -131,7 +131,7 @@ def role(file: str, commit: str, optim: str) -> str:
     ):
         return FITTED
     fitted: dict[str, tuple[str, ...]] = {FITTED_FILES[1]: ("soap",), FITTED_FILES[2]: ("shampoo",)}
-    fitted |= {name: ("muon", "soap") for name in FITTED_FILES[7:]}
+    fitted |= dict.fromkeys(FITTED_FILES[7:], ("muon", "soap"))
     if optim in fitted.get(file, ()):
         return FITTED
     replaced = file == FITTED_FILES[1] and optim == "shampoo"
