@@ -162,7 +162,7 @@ class Engine:
 
     def _shared_names(self) -> list[str]:
         """Parameters whose gradient must be there on all ranks or on none: all but those that need no collective."""
-        local = {p.name for b in self.plan.buckets if b.silent for p in b.parameters}
+        local = {p.name for b in self.plan.buckets if b.communication_free for p in b.parameters}
         return [n for n, _ in self._named() if self.grids[n].world_size > 1 and n not in local]
 
     def _open_teams(self) -> None:

@@ -386,8 +386,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
             else:
                 # Ranks need not have the same gradients in a bucket of which nothing travels, and the order of others'
                 # collectives must not follow from it.
-                silent = [task for task, bucket in matrices if bucket.silent]
-                pipeline([task for task, bucket in matrices if not bucket.silent], [*others, *own, *silent])
+                alone = [task for task, bucket in matrices if bucket.communication_free]
+                pipeline([task for task, bucket in matrices if not bucket.communication_free], [*others, *own, *alone])
             stay_open = self._flattened is None  # flat parameters and their state are somebody else's between steps
         finally:
             engine.end_tasks(stay_open)

@@ -40,7 +40,7 @@ class Event:
 
 @pytest.fixture
 def main(monkeypatch: pytest.MonkeyPatch) -> Stream:
-    """The current stream; those of lanes are in ``lanes``."""
+    """The current stream."""
     main = Stream()
     lanes: dict[tuple[str, int], Stream] = {}
     monkeypatch.setattr(torch.cuda, "Event", Event)

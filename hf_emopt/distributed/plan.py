@@ -156,7 +156,7 @@ class Bucket:
         return self.sends and not self.keeps
 
     @cached_property
-    def silent(self) -> bool:
+    def communication_free(self) -> bool:
         """Whether nothing of its step travels at all, so that ranks need not agree on who takes part."""
         return self.local and self.storage.replicas == 1 and not self.teams
 

@@ -84,9 +84,14 @@ class Beside:
         stream.wait_stream(torch.cuda.current_stream(device))
         self._open.add(stream)
 
+    @property
+    def is_used(self) -> bool:
+        """Whether any lane has been opened since the last :meth:`join`."""
+        return bool(self._open)
+
     def is_open(self, device: torch.device, lane: int = 0) -> bool:
         """Whether the lane has been opened since the last :meth:`join`."""
-        return bool(self._open) and self.stream(device, lane) in self._open
+        return self.is_used and self.stream(device, lane) in self._open
 
     @contextmanager
     def on(self, device: torch.device, lane: int = 0, reads: Iterable[Tensor] = ()) -> Iterator[None]:

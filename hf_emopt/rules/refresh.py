@@ -337,7 +337,7 @@ class RefreshingRule(MatrixRule):
     def join(self) -> None:
         self._calls = 0  # a period later the same batch is on the same lane, which has its graph
         # Who records has waited for all that went before.
-        if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        if self._beside.is_used and not torch.cuda.is_current_stream_capturing():
             self._beside.wait()
 
     def mend(self, key: tuple[int, int] | None, state: dict[str, Tensor]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from fractions import Fraction
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from counter import CollectiveCounter, Traffic
 from harness import World, Worlds
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GptOssConfig, MixtralConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
@@ -141,6 +142,35 @@ def test_local_experts_need_no_bytes(worlds: Worlds, kind: str, size: int, count
     assert [received for received, _ in results] == [0] * size
     assert sum(transforms for _, transforms in results) == 2 * 3 * count
     assert max(transforms for _, transforms in results) == 2 * 3 * -(-count // size)
+
+
+def order_of_messages(missing: str) -> tuple[list[Traffic], list[bool]]:
+    os.environ["HF_EMOPT_MAX_BUCKET_NUMEL"] = "300"
+    try:
+        torch.manual_seed(0)
+        sides = (120, 110, 20, 22, 24)  # the experts' cost is in between
+        dtypes = {side: torch.float32 if side > 100 else torch.float64 for side in sides}  # in buckets of their own
+        layers = {f"layer{s}": Block(dense=nn.Linear(s, s - 2, bias=False, dtype=dtypes[s])) for s in sides}
+        moe = MixtralExperts(MixtralConfig(hidden_size=32, intermediate_size=24, num_local_experts=4))
+        for parameter in moe.parameters():
+            nn.init.normal_(parameter, std=0.25)
+        model = wrap(Zoo(moe=Block(experts=moe), **layers), "fsdp2")
+        optimizer = build(model, "muon")
+        found = one_step(model, optimizer, missing).traffic
+        assert optimizer._engine is not None
+        return found, [bucket.communication_free for bucket in optimizer._engine.plan.buckets]
+    finally:
+        del os.environ["HF_EMOPT_MAX_BUCKET_NUMEL"]
+
+
+def test_a_bucket_of_which_nothing_travels_has_no_part_in_the_order(two: World) -> None:
+    """A rank may have no gradient for its own experts where another has: both must send the rest in one order."""
+    with_experts = two.run(order_of_messages, missing="no such name")
+    without = two.run(order_of_messages, missing="experts")
+    for (messages, alone), (others, _) in zip(with_experts, without, strict=True):
+        assert alone.index(True) >= 1  # behind one that waits for its matrices, which it would have moved on
+        assert not alone[-1], alone
+        assert [t for t in messages if not t.control] == [t for t in others if not t.control]
 
 
 def test_local_experts_under_hsdp_are_only_copied(worlds: Worlds) -> None:
