@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_emopt.bench.step import Maker, Row, Settings, Unavailable, attempt, process_group
+from hf_emopt.bench.step import Maker, Row, Settings, Unavailable, add_profiles, attempt, process_group
 from hf_emopt.bench.step_models import LAYOUTS, MODELS
 from hf_emopt.bench.step_optimizers import DECAY, LR, MATRIX_OPTIMIZERS, OPTIMIZERS, Several, adamw, by_mesh, split
 from hf_emopt.bench.step_report import about, plot, save, table
@@ -113,7 +113,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--transport", default=None, help="transport_dtype of our optimizers")
-    parser.add_argument("--profile", action="store_true", help="add a profile of one step to the JSON")
+    parser.add_argument("--profile", action="store_true",
+                        help="add a profile of a step of each to the JSON, made when all is measured")  # fmt: skip
     parser.add_argument("--json", type=Path, default=None)
     parser.add_argument("--plot", type=Path, default=None, help="a PNG; needs matplotlib")
     return parser.parse_args()
@@ -124,38 +125,48 @@ def named(path: Path | None, layout: str, several: bool) -> Path | None:
     return path.with_stem(f"{path.stem}_{layout.replace('+', '_')}") if path is not None and several else path
 
 
+def maker_of(name: str) -> Maker | None:
+    return peer(name) if name in PEERS else OPTIMIZERS.get(name)
+
+
+def keep(settings: Settings, options: argparse.Namespace, rows: list[Row]) -> None:
+    path = named(options.json, settings.layout, len(options.layout) > 1)
+    if dist.get_rank() == 0 and path is not None:
+        table(rows)  # adds what follows from several rows
+        save(path, {**about(settings, dist.get_world_size()), "optimizers": options.optimizers}, rows)
+
+
 def measure_layout(settings: Settings, options: argparse.Namespace, device: torch.device) -> list[Row]:
     """Rows of all optimizers under one layout, printed and kept."""
-    makers = {**OPTIMIZERS, **{name: peer(name) for name in PEERS}}
     several, world = len(options.layout) > 1, dist.get_world_size()
-    facts = {**about(settings, world), "optimizers": options.optimizers}
     rows: list[Row] = []
     for name in options.optimizers:
-        rows.append(attempt(name, makers.get(name), settings, device))
-        path = named(options.json, settings.layout, several)
-        if dist.get_rank() == 0 and path is not None:
-            table(rows)  # adds what follows from several rows
-            save(path, facts, rows)
+        rows.append(attempt(name, maker_of(name), settings, device))
+        keep(settings, options, rows)
     if dist.get_rank() == 0:
         print(f"{settings.model}, {settings.layout}, {world} ranks, {settings.tokens} tokens a rank")
         print(table(rows), flush=True)
         path = named(options.plot, settings.layout, several)
         if path is not None:
-            plot(path, facts, rows)
+            plot(path, {**about(settings, world), "optimizers": options.optimizers}, rows)
     return rows
 
 
 def main() -> int:
     options = arguments()
     ours: dict[str, Any] = {} if options.transport is None else {"transport_dtype": options.transport}
-    rows: list[Row] = []
     with process_group() as device:
+        measured = []
         for layout in options.layout:
             settings = Settings(
                 options.model, layout, options.tokens, options.length, options.steps, options.warmup, options.replicas,
-                options.tp_size, ours, profile=options.profile,
+                options.tp_size, ours,
             )  # fmt: skip
-            rows += measure_layout(settings, options, device)
+            measured.append((settings, measure_layout(settings, options, device)))
+        for settings, rows in measured if options.profile else []:
+            add_profiles(rows, maker_of, settings, device)
+            keep(settings, options, rows)
+    rows = [row for _, rows in measured for row in rows]
     failed = [r["optimizer_name"] for r in rows if "error" in r and r["optimizer_name"] in MATRIX_OPTIMIZERS]
     return 1 if failed else 0
 

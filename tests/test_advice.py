@@ -71,15 +71,11 @@ def test_what_is_offered() -> None:
 
 
 def test_an_alternative_changes_one_thing() -> None:
-    settings = Settings(layout="ddp", options={"overlap_param_gather": True, "ns_steps": 4}, profile=True)
+    settings = Settings(layout="ddp", options={"overlap_param_gather": True, "ns_steps": 4})
     found = {a.name: a.settings for a in alternatives("muon", settings, 2, CPU)}
     assert found["overlap_param_gather=False"].options == {"overlap_param_gather": False, "ns_steps": 4}
     other = found["layout fsdp2"]
-    assert (other.layout, other.options, other.profile) == (
-        "fsdp2",
-        {"ns_steps": 4},
-        False,
-    )  # which has no such overlap
+    assert (other.layout, other.options) == ("fsdp2", {"ns_steps": 4})  # which has no such overlap
 
 
 def test_the_best_is_named_first() -> None:

@@ -86,7 +86,7 @@ def alternatives(name: str, settings: Settings, world_size: int, device: torch.d
 
     def option(**changed: Any) -> None:
         text = ", ".join(f"{k}={v}" for k, v in changed.items())
-        found.append(Alternative(text, replace(settings, options={**settings.options, **changed}, profile=False)))
+        found.append(Alternative(text, replace(settings, options={**settings.options, **changed})))
 
     factors = name in ("soap", "shampoo", "kl_shampoo")
     offloads = settings.options.get("offload_state") is not None
@@ -94,15 +94,13 @@ def alternatives(name: str, settings: Settings, world_size: int, device: torch.d
     for factor in (0.5, 2.0):
         numel = str(int(bucket_numel(large) * factor))
         environment = {**settings.environment, BUCKET_VARIABLE: numel}
-        found.append(
-            Alternative(f"{BUCKET_VARIABLE}={numel}", replace(settings, environment=environment, profile=False))
-        )
+        found.append(Alternative(f"{BUCKET_VARIABLE}={numel}", replace(settings, environment=environment)))
     if settings.layout == "ddp" and world_size > 1 and name != "muon-overlap":
         option(overlap_param_gather=not settings.options.get("overlap_param_gather", False))
     if settings.layout in ("ddp", "fsdp2") and world_size > 1 and name != "muon-overlap":
         other = "fsdp2" if settings.layout == "ddp" else "ddp"
         kept = {k: v for k, v in settings.options.items() if k != "overlap_param_gather"}
-        found.append(Alternative(f"layout {other}", replace(settings, layout=other, options=kept, profile=False)))
+        found.append(Alternative(f"layout {other}", replace(settings, layout=other, options=kept)))
     if name in ("muon", "muon-overlap", "normuon"):
         from hf_emopt.linalg.symmetric import kernels_pay
 
@@ -154,7 +152,7 @@ def exposed_share(
 ) -> dict[str, dict[int, float]]:
     """What of a step the optimizer adds, by optimizer and tokens of a rank: as measured, and with twice the tokens."""
     found: dict[str, dict[int, float]] = {}
-    double = replace(settings, tokens=2 * settings.tokens, profile=False)
+    double = replace(settings, tokens=2 * settings.tokens)
     names = [r["optimizer_name"] for r in rows if "step" in r and r["optimizer_name"] in MATRIX_OPTIMIZERS]
     bare = {r["optimizer_name"]: r for r in rows}.get("none", {})
     if not names or "step" not in bare:

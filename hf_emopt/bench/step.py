@@ -5,7 +5,8 @@ and each figure is the median over steps of the slowest rank. Where factors are 
 refresh are left out too, since those before it have less to do, and it more, and two periods, in which kernels are compiled
 and graphs recorded; then come whole periods:
 
-* ``step``: forward, backward and optimizer, between two barriers;
+* ``step``: forward, backward and optimizer, of steps that follow each other as in training: nobody waits for the device
+  in between, so the host runs ahead, and what an optimizer leaves to be done beside the next forward pass is counted there;
 * ``optimizer``: ``step()`` alone, between two synchronizations, in other steps than those that ``step`` is of;
 * ``exposed``: ``step`` (its mean, where there is a schedule) less a step without an optimizer, so what overlap could not
   hide;
@@ -13,12 +14,15 @@ and graphs recorded; then come whole periods:
 * ``tokens_per_second``: of all ranks, by the same.
 
 The number of matrices transformed is checked, so that no figure is of a step that left matrices out.
+:func:`add_profiles` is for after all of that: a process in which ``torch.profiler`` has traced once launches kernels more
+slowly ever after.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import os
 import statistics
 import time
@@ -42,7 +46,9 @@ __all__ = [
     "Settings",
     "TransformCountError",
     "Unavailable",
+    "add_profiles",
     "check_transforms",
+    "clean",
     "counted",
     "measure",
     "measure_all",
@@ -67,7 +73,6 @@ class Settings:
         replicas: of the layout ``"hsdp"``; ``tp_size``: ranks that share a matrix under ``"fsdp2+tp"``.
         options: keyword arguments for this package's optimizers, over the makers' own.
         environment: variables that are set while the optimizer is built and stepped.
-        profile: add where one step's time goes.
         trust_remote_code: run the modelling code that a Hub repository ships.
     """
 
@@ -81,7 +86,6 @@ class Settings:
     tp_size: int = 2
     options: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
-    profile: bool = False
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
@@ -128,7 +132,7 @@ def process_group() -> Iterator[torch.device]:
 
 
 class Clock:
-    """Times between synchronizations and barriers."""
+    """Times between synchronizations and barriers, or between marks on the device's current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -142,6 +146,20 @@ class Clock:
     def wait(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
+
+    def mark(self) -> torch.cuda.Event | float:
+        """The moment at which the device has done what is queued so far, which nobody waits for."""
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def between(self, first: torch.cuda.Event | float, second: torch.cuda.Event | float) -> float:
+        """Milliseconds between two marks, when the device has passed both."""
+        if isinstance(first, float) or isinstance(second, float):
+            return 1e3 * (float(second) - float(first))  # type: ignore[arg-type]
+        return first.elapsed_time(second)
 
 
 def measure_all(
@@ -163,14 +181,19 @@ def attempt(name: str, maker: Maker | None, settings: Settings, device: torch.de
         row = {"optimizer_name": name, "unavailable": str(reason)}
     except Exception as error:
         row = {"optimizer_name": name, "error": f"{type(error).__name__}: {error}"}
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    clean(device)
     if dist.get_rank() == 0:
         print(
             f"{name}{', ' if label else ''}{label}: {row.get('error') or row.get('unavailable') or 'done'}", flush=True
         )
     return row
+
+
+def clean(device: torch.device) -> None:
+    """Gives the memory of what was measured back."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 @contextlib.contextmanager
@@ -195,14 +218,8 @@ def measure(name: str, maker: Maker | None, settings: Settings, device: torch.de
         ValueError: when the model or the layout does not fit.
     """
     with _set(settings.environment):
-        laid = lay_out(
-            build_model(settings.model, device, settings.trust_remote_code),
-            settings.layout, device, settings.replicas, settings.tp_size,
-        )  # fmt: skip
-        optimizer = None if maker is None else maker(laid.raw, settings)
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        run = _Run(laid, optimizer, settings, device)
+        run = _Run(maker, settings, device)
+        optimizer = run.optimizer
         times, loss = run.times()
         figures: Row = {"optimizer_name": name, "loss": loss}
         if isinstance(optimizer, MatrixOptimizer):
@@ -210,9 +227,23 @@ def measure(name: str, maker: Maker | None, settings: Settings, device: torch.de
             figures |= check_transforms(optimizer, run.warmup + 2 * run.steps, device)
         if optimizer is not None:
             figures["state_gib"] = _largest(_state_bytes(optimizer), device) / 2**30
-        if settings.profile and optimizer is not None:
-            figures["profile"] = run.profile()
-    return figures | summary(times, settings.tokens * laid.data_ranks, device, run.scheduled)
+    return figures | summary(times, settings.tokens * run.laid.data_ranks, device, run.scheduled)
+
+
+def add_profiles(
+    rows: Sequence[Row], maker_of: Callable[[str], Maker | None], settings: Settings, device: torch.device
+) -> None:
+    """Adds ``profile`` to the rows of measured optimizers: where a step of a new one spends its time, by kernel and operator.
+
+    Call it when all is measured: what comes after in this process is slower.
+    """
+    for row in rows:
+        maker = maker_of(row["optimizer_name"])
+        if maker is None or "step" not in row:
+            continue
+        with _set(settings.environment):
+            row["profile"] = _Run(maker, settings, device).profile()
+        clean(device)
 
 
 def counted(row: Row) -> float:
@@ -252,11 +283,16 @@ def summary(times: Mapping[str, list[float]], tokens: int, device: torch.device,
 class _Run:
     """Steps of one model with one optimizer."""
 
-    def __init__(
-        self, laid: Laid, optimizer: torch.optim.Optimizer | None, settings: Settings, device: torch.device
-    ) -> None:
-        self.laid, self.optimizer, self.settings, self.device = laid, optimizer, settings, device
-        config: Any = laid.raw.config
+    def __init__(self, maker: Maker | None, settings: Settings, device: torch.device) -> None:
+        self.settings, self.device = settings, device
+        self.laid: Laid = lay_out(
+            build_model(settings.model, device, settings.trust_remote_code),
+            settings.layout, device, settings.replicas, settings.tp_size,
+        )  # fmt: skip
+        self.optimizer = optimizer = None if maker is None else maker(self.laid.raw, settings)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        config: Any = self.laid.raw.config
         vocabulary = int(config.vocab_size)
         shape = (settings.tokens // settings.length, settings.length)
         self.ids = torch.randint(0, vocabulary, shape, device=device)
@@ -272,41 +308,63 @@ class _Run:
             loss: Tensor = self.laid.model(input_ids=self.ids, labels=self.ids).loss
         return loss
 
+    def step(self) -> Tensor:
+        """A whole step, which nobody waits for; gives the loss."""
+        loss = self.forward()
+        loss.backward()
+        if self.optimizer is not None:
+            self.optimizer.step()
+        self.laid.model.zero_grad(set_to_none=True)
+        return loss
+
     def times(self) -> tuple[dict[str, list[float]], float]:
         """Milliseconds of this rank by kind, and the last loss. Whole steps come first, then those cut in two."""
+        for _ in range(self.warmup):
+            self.step()
+        whole = self.running()
+        forward_backward, optimizer, loss = self.apart()
+        return {"step": whole, "optimizer": optimizer, "forward_backward": forward_backward}, loss
+
+    def running(self) -> list[float]:
+        """Milliseconds from the end of each step to the end of the next."""
         clock = self.clock
-        times: dict[str, list[float]] = {"step": [], "optimizer": [], "forward_backward": []}
-        for step in range(self.warmup + 2 * self.steps):
-            isolated = step >= self.warmup + self.steps
+        clock.now(barrier=True)
+        marks = [clock.mark()]
+        for _ in range(self.steps):
+            self.step()
+            marks.append(clock.mark())
+        clock.wait()
+        return [clock.between(a, b) for a, b in itertools.pairwise(marks)]
+
+    def apart(self) -> tuple[list[float], list[float], float]:
+        """Milliseconds of forward and backward passes, and of the optimizer's steps, each waited for; and the last loss."""
+        clock = self.clock
+        passes, steps = [], []
+        for _ in range(self.steps):
             start = clock.now(barrier=True)
             loss = self.forward()
             loss.backward()
-            middle = clock.now(barrier=True) if isolated else start
+            middle = clock.now(barrier=True)
             if self.optimizer is not None:
                 self.optimizer.step()
-            after = clock.now() if isolated else start
-            self.laid.model.zero_grad(set_to_none=True)
             end = clock.now()
-            if step < self.warmup:
-                continue
-            if isolated:
-                times["forward_backward"].append(1e3 * (middle - start))
-                times["optimizer"].append(1e3 * (after - middle))
-            else:
-                times["step"].append(1e3 * (end - start))
-        return times, float(loss.detach())
+            self.laid.model.zero_grad(set_to_none=True)
+            passes.append(1e3 * (middle - start))
+            steps.append(1e3 * (end - middle))
+        return passes, steps, float(loss.detach())
 
     def profile(self) -> str:
-        """Where one optimizer step spends its time, by kernel and by operator."""
         assert self.optimizer is not None
+        for _ in range(self.warmup):
+            self.step()
         self.forward().backward()
+        self.clock.now(barrier=True)
         activities = [torch.profiler.ProfilerActivity.CPU]
         if self.device.type == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         with torch.profiler.profile(activities=activities) as trace:
             self.optimizer.step()
             self.clock.wait()
-        self.laid.model.zero_grad(set_to_none=True)
         host = trace.key_averages().table(sort_by="self_cpu_time_total", row_limit=15, max_name_column_width=60)
         return f"{timeline(trace)}\n{host}"
 

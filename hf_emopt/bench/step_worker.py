@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hf_emopt.bench.advice import exposed_share, measure_alternatives, report
-from hf_emopt.bench.step import Settings, measure_all, process_group
+from hf_emopt.bench.step import Settings, add_profiles, measure_all, process_group
 from hf_emopt.bench.step_optimizers import MATRIX_OPTIMIZERS, OPTIMIZERS
 from hf_emopt.bench.step_report import about, plot, save, table
 
@@ -29,6 +29,8 @@ def main(arguments: list[str] | None = None) -> int:
         if given["alternatives"]:
             verdicts = measure_alternatives(rows, OPTIMIZERS, settings, world, device)
             shares = exposed_share(rows, OPTIMIZERS, settings, device)
+        if given["profile"]:
+            add_profiles(rows, OPTIMIZERS.get, settings, device)
         if dist.get_rank() == 0:
             print(f"\n{settings.model}, {settings.layout}, {world} ranks, {settings.tokens} tokens a rank, ms")
             print(table(rows))

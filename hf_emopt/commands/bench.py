@@ -61,7 +61,7 @@ def _add_step(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     step.add_argument("--length", type=int, default=2048, help="tokens of a sequence (default: 2048)")
     step.add_argument("--steps", type=int, default=10, help="measured steps (default: 10)")
     step.add_argument("--warmup", type=int, default=4, help="steps left out before (default: 4)")
-    step.add_argument("--profile", action="store_true", help="add a profile of one step to the JSON")
+    step.add_argument("--profile", action="store_true", help="add a profile of a step of each to the JSON")
     step.add_argument("--no-alternatives", action="store_true", help="measure no alternatives")
     step.add_argument("--output", default=None, help="a JSON file to write; the plot lies beside it")
     step.add_argument("--no-plot", action="store_true", help="write no plot")
@@ -122,11 +122,12 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
     ours = _options(options.optim_args, [n for n in names if n in MATRIX_OPTIMIZERS])
     settings = Settings(
         options.model, layout, options.tokens, options.length, options.steps, options.warmup, options.replicas,
-        options.tp_size, ours, profile=options.profile, trust_remote_code=options.trust_remote_code,
+        options.tp_size, ours, trust_remote_code=options.trust_remote_code,
     )  # fmt: skip
     return {
         "settings": settings.to_dict(),
         "optimizers": names,
+        "profile": options.profile,
         "alternatives": not options.no_alternatives,
         "output": options.output,
         "plot": options.output is not None and not options.no_plot,
