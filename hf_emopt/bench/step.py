@@ -10,7 +10,8 @@ and graphs recorded; then come whole periods:
 * ``optimizer``: ``step()`` alone, between two synchronizations, in other steps than those that ``step`` is of;
 * ``exposed``: ``step`` (its mean, where there is a schedule) less a step without an optimizer, so what overlap could not
   hide;
-* ``peak_gib``: of allocated memory; ``state_gib``: of the optimizer's state, the rank with most;
+* ``peak_gib``: of allocated memory; ``reserved_gib``: with what the allocator and graphs hold beside it; ``state_gib``: of
+  the optimizer's state; each of the rank with most;
 * ``tokens_per_second``: of all ranks, by the same.
 
 The number of matrices transformed is checked, so that no figure is of a step that left matrices out.
@@ -37,6 +38,7 @@ from torch import Tensor, nn
 from hf_emopt.bench.step_models import Laid, build_model, lay_out
 from hf_emopt.bench.timeline import timeline
 from hf_emopt.distributed.layout import local_tensor
+from hf_emopt.linalg import cuda_graphs
 from hf_emopt.matrix_optimizer import MatrixOptimizer
 
 __all__ = [
@@ -192,6 +194,7 @@ def attempt(name: str, maker: Maker | None, settings: Settings, device: torch.de
 def clean(device: torch.device) -> None:
     """Gives the memory of what was measured back."""
     gc.collect()
+    cuda_graphs.clear()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
@@ -277,6 +280,7 @@ def summary(times: Mapping[str, list[float]], tokens: int, device: torch.device,
     figures["tokens_per_second"] = tokens / counted(figures) * 1e3
     if device.type == "cuda":
         figures["peak_gib"] = _largest(torch.cuda.max_memory_allocated(), device) / 2**30
+        figures["reserved_gib"] = _largest(torch.cuda.max_memory_reserved(), device) / 2**30
     return figures
 
 

@@ -21,7 +21,7 @@ def table(rows: Sequence[Row]) -> str:
     done = [r for r in rows if "step" in r]
     bare = next((r["step"] for r in done if r["optimizer_name"] == "none"), None)
     adamw = next((r["tokens_per_second"] for r in done if r["optimizer_name"] == "adamw"), None)
-    heads = ("step", "optim.", "mean", "max", "exposed", "tokens/s", "of AdamW", "peak GiB", "state GiB")
+    heads = ("step", "optim.", "mean", "max", "exposed", "tokens/s", "of AdamW", "peak GiB", "reserved", "state GiB")
     lines = [f"{'':20}" + "".join(f"{h:>10}" for h in heads)]
     for r in done:
         r["exposed"] = None if bare is None else counted(r) - bare
@@ -29,7 +29,7 @@ def table(rows: Sequence[Row]) -> str:
         cells.append("" if bare is None else f"{r['exposed']:.2f}")
         cells.append(f"{r['tokens_per_second']:.0f}")
         cells.append("" if adamw is None else f"{r['tokens_per_second'] / adamw:.3f}")
-        cells += [f"{r[key]:.2f}" if key in r else "" for key in ("peak_gib", "state_gib")]
+        cells += [f"{r[key]:.2f}" if key in r else "" for key in ("peak_gib", "reserved_gib", "state_gib")]
         lines.append(f"{r['optimizer_name']:20}" + "".join(f"{c:>10}" for c in cells))
     lines += [f"{r['optimizer_name']:20}not measured: {_reason(r)}" for r in rows if "step" not in r]
     return "\n".join(lines)

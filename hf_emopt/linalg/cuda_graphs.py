@@ -2,22 +2,21 @@
 
 A matrix of some million elements is orthogonalized in less time than a host needs to launch twenty kernels. The second
 call with the same shape records everything between normalization and the last product (of the smallest ones normalization
-too, on a copy of the input), and later calls replay it: one launch. The recorded part works in memory of its own; the input
-is read and the result is written where the caller's tensors are.
+too, on a copy of the input), and later calls replay it: one launch. The input is read and the result is written where the
+caller's tensors are. Roots and bases are some hundred launches for a few sides, which take a host as long as a GPU. They are
+recorded by :func:`replayed`: what they read is copied, and what they give is copied.
 
-Of orthogonalizations at most ``_MAX_BYTES`` are kept a device, the least recently used graph going first, and none of
-problems above ``_MAX_ELEMENTS``. Nothing is recorded while somebody else records (then the kernels become part of that
+The graphs of a stream run one after another, so they share their memory, a *room*: a pool for what they make on the way, and
+a buffer for what goes in and out.
+
+Nothing is recorded of problems above ``_MAX_ELEMENTS``, while somebody else records (then the kernels become part of that
 graph), with ``HF_EMOPT_DISABLE_CUDA_GRAPHS=1``, or once a recording has failed.
-
-Roots and bases are some hundred launches for a few sides, which take a host as long as a GPU. They are recorded by
-:func:`replayed`, whose graphs share their memory: what they read is copied there, and what they give is copied from there.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
@@ -33,7 +32,7 @@ logger = logging.getLogger("hf_emopt")
 DISABLE_VARIABLE = "HF_EMOPT_DISABLE_CUDA_GRAPHS"
 # Elements of two copies of the matrices and of four squares beside them: 640 MiB in 16 bits.
 _MAX_ELEMENTS = 5 * 2**26
-_MAX_BYTES = 2**30
+_MAX_RECORDED = 512
 # Of the first input of a part of replayed(): eight sides of 2048, with which roots and bases take some 2 GiB.
 _MAX_REPLAYED_ELEMENTS = 8 * 2**22
 # Sizes of parts times sides, with room to spare: graphs share their memory, and one costs little more than its nodes.
@@ -48,12 +47,8 @@ Pair = tuple[Tensor, Tensor]
 @dataclass
 class _Recording:
     graph: torch.cuda.CUDAGraph
-    sources: tuple[Tensor, ...]
+    sources: list[Tensor]
     result: Pair
-    size: int
-
-
-_seen: OrderedDict[Hashable, _Recording | None] = OrderedDict()
 
 
 @dataclass
@@ -64,24 +59,36 @@ class _Replay:
 
 
 class _Room:
-    """What the graphs of one stream share: a pool for what they make on the way, and a buffer for what goes in and out."""
+    """Memory of the graphs of one stream."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, size: int = 0) -> None:
         self.device, self.pool = device, torch.cuda.graph_pool_handle()
         # One for all: memory that one recording gives back to the pool is found again on its own stream only.
         self.stream = torch.cuda.Stream(device)
-        self.buffer = torch.empty(0, dtype=torch.uint8, device=device)
+        self.buffer = torch.empty(size, dtype=torch.uint8, device=device)
+
+    def grow(self, size: int, most: int) -> None:
+        """Makes the buffer at least ``size`` bytes large. Graphs that were recorded on a smaller one keep that; by doubling,
+        all of them are no more than this one, but none is larger than ``most`` or what it has to be."""
+        if self.buffer.numel() < size:
+            size = max(size, min(1 << size.bit_length(), most))
+            self.buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
 
     def carve(self, likes: Sequence[Tensor]) -> list[Tensor]:
-        """Contiguous tensors of these shapes and dtypes, side by side in the buffer."""
-        sizes = [-(-x.numel() * x.element_size() // _ALIGNMENT) * _ALIGNMENT for x in likes]
-        if self.buffer.numel() < sum(sizes):
-            # Graphs that were recorded on a smaller one keep that; by doubling, all of them are no more than this one.
-            self.buffer = torch.empty(1 << sum(sizes).bit_length(), dtype=torch.uint8, device=self.device)
+        """Dense tensors of these shapes, strides and dtypes, side by side in the buffer."""
+        sizes = [_room_of(x) for x in likes]
         parts = self.buffer[: sum(sizes)].split(sizes)
-        return [part[: x.numel() * x.element_size()].view(x.dtype).view(x.shape) for part, x in zip(parts, likes)]
+        whole = [part[: x.numel() * x.element_size()].view(x.dtype) for part, x in zip(parts, likes)]
+        return [part.as_strided(x.shape, x.stride()) for part, x in zip(whole, likes)]
 
 
+def _room_of(x: Tensor) -> int:
+    return -(-x.numel() * x.element_size() // _ALIGNMENT) * _ALIGNMENT
+
+
+# Before the second call the shapes of sources and result.
+_recordings: dict[Hashable, _Recording | list[Tensor]] = {}
+_recorded_in: dict[Hashable, _Room] = {}
 # Before the second call the shapes of the results.
 _replays: dict[Hashable, _Replay | list[Tensor]] = {}
 _rooms: dict[Hashable, _Room] = {}
@@ -91,7 +98,8 @@ _broken: list[torch.cuda.CUDAGraph] = []
 
 def clear() -> None:
     """Forgets all graphs and frees their memory."""
-    _seen.clear()
+    _recordings.clear()
+    _recorded_in.clear()
     _replays.clear()
     _rooms.clear()
 
@@ -120,49 +128,102 @@ def recorded(
         key: everything that the work depends on but the numbers in its input.
         likes: have shapes, strides and dtypes of the sources; need no memory.
         fill: writes the input into the tensors that it is given.
-        work: launches on the current stream alone and allocates nothing that outlives it but its result, which is
-            overwritten by the next call with this key.
+        work: launches on the current stream alone and allocates nothing that outlives it but its result. That is overwritten
+            by the next call on this stream. What it makes last it may write into ``out``, a pair like its result.
     """
-    full_key = (key, device, current_stream(device))
-    if full_key not in _seen:
-        # Compiles what has to be, and shows the libraries the shapes.
-        sources = [torch.empty_like(like, device=device) for like in likes]
-        fill(*sources)
-        result = work(*sources)
-        _remember(full_key, None)
-        return result
-    recording = _seen[full_key]
-    if recording is None:
-        recording = _record(likes, device, work)
-        _remember(full_key, recording)
-    _seen.move_to_end(full_key)
-    fill(*recording.sources)
-    recording.graph.replay()
-    return recording.result
+    place = device, current_stream(device)
+    full_key = (key, *place)
+    known = _recordings.get(full_key)
+    if isinstance(known, list):
+        made = _record(full_key, known, work, place)
+        known = known if made is None else made
+    if isinstance(known, _Recording):
+        fill(*known.sources)
+        known.graph.replay()
+        return known.result
+    # Compiles what has to be, and shows the libraries the shapes.
+    sources = [torch.empty_like(like, device=device) for like in likes]
+    fill(*sources)
+    result = work(*sources)
+    if known is None:
+        if len(_recordings) >= _MAX_RECORDED:
+            # All of them, with their rooms: a pool is no more when its last graph has gone.
+            _recordings.clear()
+            _recorded_in.clear()
+        _recordings[full_key] = [torch.empty_like(x, device="meta") for x in (*sources, *result)]
+    return result
 
 
-def _record(likes: Sequence[Tensor], device: torch.device, work: Callable[..., Pair]) -> _Recording:
-    # The sources must hold numbers, since work runs on them once while it is recorded only.
-    sources = tuple(torch.zeros_like(like, device=device) for like in likes)
-    before = torch.cuda.memory_reserved(device)
+def _record(
+    full_key: Hashable, likes: list[Tensor], work: Callable[..., Pair], place: tuple[torch.device, int]
+) -> _Recording | None:
+    room, size = _recorded_in.get(place), sum(map(_room_of, likes))
+    if room is None or room.buffer.numel() < size:
+        # What was recorded in a smaller room is recorded anew: after some steps there is one, of the size of the largest.
+        for key, known in _recordings.items():
+            if isinstance(known, _Recording) and key[1:] == place:  # type: ignore[index]
+                _recordings[key] = [torch.empty_like(x, device="meta") for x in (*known.sources, *known.result)]
+        room = _recorded_in[place] = _Room(place[0], size)
+    carved = room.carve(likes)
+    sources, out = carved[:-2], (carved[-2], carved[-1])
+    for source in sources:
+        source.zero_()  # work may ask for numbers when a library chooses how to multiply
+    result: list[Tensor] = []
+
+    def run() -> None:
+        for made, there in zip(work(*sources, out=out), out):
+            kept = any(made is tensor for tensor in carved)
+            result.append(made if kept else there.copy_(made))
+
+    graph = _capture(room, run, sources[0])
+    if graph is None:
+        return None
+    recording = _recordings[full_key] = _Recording(graph, sources, (result[0], result[1]))
+    return recording
+
+
+def _capture(room: _Room, run: Callable[[], None], first: Tensor) -> torch.cuda.CUDAGraph | None:
+    """A graph of what ``run`` launches; ``None``, and a warning, where a library does not allow it.
+
+    All memory but the buffer's goes back to the pool, where the next recording finds it: the graphs of a room run one after
+    another, and what one gives has been read before the next begins.
+
+    Args:
+        first: of what is read.
+    """
+    device = room.device
+    if torch.cuda.mem_get_info(device)[0] < _NEEDED * first.numel() * first.element_size():
+        torch.cuda.empty_cache()  # while it is recorded, the allocator gives nothing of its cache back
     graph = torch.cuda.CUDAGraph()
-    # Other threads (data loading, collectives' watchdogs) may use the device meanwhile.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        result = work(*sources)
-    size = torch.cuda.memory_reserved(device) - before + sum(x.numel() * x.element_size() for x in sources)
-    return _Recording(graph, sources, result, size)
+    room.stream.wait_stream(torch.cuda.current_stream(device))
+    generator = torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+    state = generator.clone_state()
+    try:
+        with torch.cuda.device(device), torch.cuda.stream(room.stream):
+            # Not torch.cuda.graph, which empties the allocator's cache. Other threads (data loading, collectives' watchdogs)
+            # may use the device meanwhile.
+            graph.capture_begin(pool=room.pool, capture_error_mode="thread_local")
+            try:
+                run()
+            finally:
+                graph.capture_end()
+    except RuntimeError as error:
+        # The end of a recording that failed leaves much undone: the generator and the allocator believe that it goes on.
+        generator.graphsafe_set_state(state)
+        with contextlib.suppress(RuntimeError, AttributeError):
+            torch._C._cuda_endAllocateToPool(generator.device.index, room.pool)
+        _broken.append(graph)
+        logger.warning(
+            "an orthogonalization or a refresh of %s could not be recorded as a CUDA graph. From now on kernels are launched "
+            "one by one, which a host takes longer for; %s=1 does so from the start. The reason: %s",
+            tuple(first.shape), DISABLE_VARIABLE, error,
+        )  # fmt: skip
+        return None
+    torch.cuda.current_stream(device).wait_stream(room.stream)
+    return graph
 
 
-def _remember(key: Hashable, recording: _Recording | None) -> None:
-    _seen[key] = recording
-    _seen.move_to_end(key)
-    while sum(kept.size for kept in _seen.values() if kept is not None) > _MAX_BYTES and len(_seen) > 1:
-        _seen.popitem(last=False)
-    while len(_seen) > 256:
-        _seen.popitem(last=False)
-
-
-# ------------------------------------------------------------------ with shared memory
+# ------------------------------------------------------------------ with copies
 
 
 def replayed(key: Hashable, inputs: Sequence[Tensor], work: Callable[..., tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
@@ -222,40 +283,15 @@ def _replayed(
 def _record_shared(
     inputs: list[Tensor], likes: list[Tensor], work: Callable[..., tuple[Tensor, ...]], room: _Room
 ) -> _Replay | None:
-    """Records the work on parts of the room's buffer; ``None``, and a warning, where a library does not allow it.
-
-    All other memory goes back to the pool, where the next recording finds it: the graphs of a room run one after another, and
-    what one gives has been copied before the next begins.
-    """
-    device = room.device
-    if torch.cuda.mem_get_info(device)[0] < _NEEDED * inputs[0].numel() * inputs[0].element_size():
-        torch.cuda.empty_cache()  # while it is recorded, the allocator gives nothing of its cache back
-    carved = room.carve([*inputs, *likes])
+    """Records the work on parts of the room's buffer, which is as large as that of the largest part where it can be."""
+    size = sum(map(_room_of, [*inputs, *likes]))
+    room.grow(size, size * _MAX_REPLAYED_ELEMENTS // max(1, inputs[0].numel()))
+    carved = room.carve([*(torch.empty(x.shape, dtype=x.dtype, device="meta") for x in inputs), *likes])
     sources, results = carved[: len(inputs)], carved[len(inputs) :]
-    graph = torch.cuda.CUDAGraph()
-    room.stream.wait_stream(torch.cuda.current_stream(device))
-    generator = torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
-    state = generator.clone_state()
-    try:
-        with torch.cuda.device(device), torch.cuda.stream(room.stream):
-            # Not torch.cuda.graph, which empties the allocator's cache. Other threads may use the device meanwhile.
-            graph.capture_begin(pool=room.pool, capture_error_mode="thread_local")
-            try:
-                for result, value in zip(results, work(*sources), strict=True):
-                    result.copy_(value)
-            finally:
-                graph.capture_end()
-    except RuntimeError as error:
-        # The end of a recording that failed leaves much undone: the generator and the allocator believe that it goes on.
-        generator.graphsafe_set_state(state)
-        with contextlib.suppress(RuntimeError, AttributeError):
-            torch._C._cuda_endAllocateToPool(generator.device.index, room.pool)
-        _broken.append(graph)
-        logger.warning(
-            "a refresh of %s could not be recorded as a CUDA graph. From here on kernels are launched one by one, which "
-            "takes a host longer; %s=1 does so from the start. The reason: %s",
-            tuple(inputs[0].shape), DISABLE_VARIABLE, error,
-        )  # fmt: skip
-        return None
-    torch.cuda.current_stream(device).wait_stream(room.stream)
-    return _Replay(graph, sources, results)
+
+    def run() -> None:
+        for result, value in zip(results, work(*sources), strict=True):
+            result.copy_(value)
+
+    graph = _capture(room, run, inputs[0])
+    return None if graph is None else _Replay(graph, sources, results)

@@ -134,10 +134,11 @@ def _product(
     backend: Backend,
     correction: Tensor | None = None,
     power: int = 1,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """``alpha A B + beta C + diagonal I`` of commuting symmetric matrices, into a new tensor. With a ``correction`` always on
-    the kernels; see :func:`~hf_emopt.linalg.triton.symmetric_launch.symmetric_product`."""
-    out = a.new_empty((*a.shape[:-1], a.shape[-2]))
+    """``alpha A B + beta C + diagonal I`` of commuting symmetric matrices, into a new tensor or ``out``. With a
+    ``correction`` always on the kernels; see :func:`~hf_emopt.linalg.triton.symmetric_launch.symmetric_product`."""
+    out = a.new_empty((*a.shape[:-1], a.shape[-2])) if out is None else out
     if correction is None:
         _symmul_into(a, b, c, out, alpha, beta, diagonal, backend)
         return out
@@ -147,10 +148,10 @@ def _product(
     return out
 
 
-def _apply(q: Tensor, x: Tensor, tall: bool, alpha: float = 1.0) -> Tensor:
-    """``alpha Q X``, or ``alpha X Q`` for tall matrices."""
+def _apply(q: Tensor, x: Tensor, tall: bool, alpha: float = 1.0, out: Tensor | None = None) -> Tensor:
+    """``alpha Q X``, or ``alpha X Q`` for tall matrices, into a new tensor or ``out``."""
     left, right = (x, q) if tall else (q, x)
-    out = torch.empty_like(x)
+    out = torch.empty_like(x) if out is None else out
     if alpha == 1.0:
         return (torch.mm if x.ndim == 2 else torch.bmm)(left, right, out=out)
     product = torch.addmm if x.ndim == 2 else torch.baddbmm
@@ -168,7 +169,12 @@ def start_factor(dtype: torch.dtype, safety_factor: float) -> float:
 
 
 def standard_iterate(
-    x: Tensor, steps: Sequence[Triple], tall: bool, backend: Backend = "auto", correction: Tensor | None = None
+    x: Tensor,
+    steps: Sequence[Triple],
+    tall: bool,
+    backend: Backend = "auto",
+    correction: Tensor | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The standard form up to the last product: ``B`` and ``X``, of which the result is ``B X / scale``.
 
@@ -181,23 +187,25 @@ def standard_iterate(
         tall: rows are the long side: ``X^T X``, and ``X <- X B``.
         correction: ``(B,)`` float32, what ``x`` is still to be multiplied by; on the kernels alone, and not with ``c`` = 0 in
             the first step.
+        out: where both are written, where given; the ``X`` of a single step is the input.
     """
     shrink = 1.0 / _scales(x.dtype)[0] ** 2
     polynomial = x
     for number, (a, b, c) in enumerate(steps):
+        into = (None, None) if out is None or number < len(steps) - 1 else out
         if number > 0:
-            x = _apply(polynomial, x, tall)
+            x = _apply(polynomial, x, tall, out=into[1])
         rows = x.mT if tall else x
         left = correction if number == 0 else None
         if c == 0.0:
             assert left is None
-            polynomial = _product(rows, rows, None, b * shrink, 0.0, a, backend)
+            polynomial = _product(rows, rows, None, b * shrink, 0.0, a, backend, out=into[0])
         elif x.dtype == torch.bfloat16:
             square = _product(rows, rows, None, shrink, 0.0, 0.0, backend, left, power=2)
-            polynomial = _product(square, square, square, c, b, a, backend, left)
+            polynomial = _product(square, square, square, c, b, a, backend, left, out=into[0])
         else:
             square = _product(rows, rows, None, shrink, 0.0, b / (2 * c), backend, left, power=2)
-            polynomial = _product(square, square, None, c, 0.0, a - b * b / (4 * c), backend, left)
+            polynomial = _product(square, square, None, c, 0.0, a - b * b / (4 * c), backend, left, out=into[0])
     return polynomial, x
 
 
@@ -208,37 +216,45 @@ def gram_iterate(
     tall: bool,
     backend: Backend = "auto",
     correction: Tensor | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The Gram form up to the last product: ``Q`` and ``X``. Arguments as for :func:`standard_iterate`, and the steps to
-    restart before."""
+    restart before; without any, ``X`` is the input."""
     scale, gram_scale = _scales(x.dtype)
     q = x
     for start, end in zip([0, *restarts], [*restarts, len(steps)]):
+        into = (None, None) if out is None or end < len(steps) else out
         if start > 0:
-            x = _apply(q, x, tall)
+            x = _apply(q, x, tall, out=into[1])
         rows = x.mT if tall else x
         left = correction if start == 0 else None
         r = _product(rows, rows, None, gram_scale / scale**2, 0.0, 0.0, backend, left, power=2)
-        q = _segment(r, steps[start:end], gram_scale, backend, left)
+        q = _segment(r, steps[start:end], gram_scale, backend, left, into[0])
     return q, x
 
 
 def _segment(
-    r: Tensor, steps: Sequence[Triple], scale: float, backend: Backend, correction: Tensor | None = None
+    r: Tensor,
+    steps: Sequence[Triple],
+    scale: float,
+    backend: Backend,
+    correction: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """``Q`` after ``steps`` for ``R / scale``: ``P = a I + b R + c R R``, ``Q <- Q P``, ``R <- P (R P)``; in the end times
-    ``correction``."""
+    ``correction``. Into ``out`` where given, but for a single linear step."""
     q: Tensor | None = None
     for number, (a, b, c) in enumerate(steps):
-        last = correction if number == len(steps) - 1 else None
+        last, into = (correction, out) if number == len(steps) - 1 else (None, None)
         if c == 0.0:
             assert q is not None or last is None
             p = (r.float() if r.dtype == torch.float16 else r) * (b / scale)
             p.diagonal(dim1=-2, dim2=-1).add_(a)
             p = p.to(r.dtype)
         else:
-            p = _product(r, r, r, c / scale**2, b / scale, a, backend, last if q is None else None)
-        q = p if q is None else _product(q, p, None, 1.0, 0.0, 0.0, backend, last)
+            first = (last, into) if q is None else (None, None)
+            p = _product(r, r, r, c / scale**2, b / scale, a, backend, first[0], out=first[1])
+        q = p if q is None else _product(q, p, None, 1.0, 0.0, 0.0, backend, last, out=into)
         if number < len(steps) - 1:
             r = _product(p, _product(r, p, None, 1.0, 0.0, 0.0, backend), None, 1.0, 0.0, 0.0, backend)
     assert q is not None
@@ -312,11 +328,18 @@ class _Form:
     copy: Tensor | None
     one_program: bool
 
-    def work(self, y: Tensor, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def work(
+        self, y: Tensor, correction: Tensor | None = None, out: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
         """All between the normalization and the last product."""
         if self.restarts is None:
-            return standard_iterate(y, self.steps, self.tall, self.backend, correction)
-        return gram_iterate(y, self.steps, self.restarts, self.tall, self.backend, correction)
+            return standard_iterate(y, self.steps, self.tall, self.backend, correction, out)
+        return gram_iterate(y, self.steps, self.restarts, self.tall, self.backend, correction, out)
+
+    def whole(self, x: Tensor, out: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+        """The same with the normalization."""
+        y, *correction = self.started(x)
+        return self.work(y, correction[0] if correction else None, out)
 
     def started(self, x: Tensor) -> list[Tensor]:
         """``x`` normalized, and its corrections where there are any."""
@@ -367,11 +390,9 @@ def _iterate_there(x: Tensor, form: _Form) -> Tensor:
         small_gram_newton_schulz(batched[0], flat, list(form.restarts), form.safety_factor, batched[1])
         return out
     if not cuda_graphs.usable(form.batch, min(x.shape[-2:]), max(x.shape[-2:]), x.device):
-        polynomial, y = form.work(*form.started(x))
+        polynomial, y = form.whole(x)
     elif form.copy is not None:
-        polynomial, y = cuda_graphs.recorded(
-            form, [form.copy], x.device, lambda copy: copy.copy_(x), lambda copy: form.work(*form.started(copy))
-        )
+        polynomial, y = cuda_graphs.recorded(form, [form.copy], x.device, lambda copy: copy.copy_(x), form.whole)
     else:
         polynomial, y = cuda_graphs.recorded(
             form, form.likes, x.device, lambda *outs: _start(x, form.factor, form.backend, *outs), form.work

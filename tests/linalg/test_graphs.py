@@ -1,15 +1,17 @@
-"""How batches are cut for recorded graphs. Recording itself needs a GPU: tests/linalg/test_graphs_gpu.py."""
+"""How batches are cut for recorded graphs, and which memory these share. Recording itself needs a GPU: test_graphs_gpu.py."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from hf_emopt.linalg import cuda_graphs
+from hf_emopt.linalg import cuda_graphs, gram_newton_schulz
 from hf_emopt.linalg.cuda_graphs import replayed
+from hf_emopt.linalg.gram_newton_schulz import iterate
 
 
 @pytest.fixture
@@ -59,3 +61,71 @@ def test_a_cpu_records_nothing() -> None:
     for _ in range(3):
         assert torch.equal(replayed("key", (a, a), work)[0], a @ a)
     assert not cuda_graphs._replays
+
+
+class FakeRoom(cuda_graphs._Room):
+    def __init__(self, device: torch.device, size: int = 0) -> None:
+        self.device, self.buffer = device, torch.empty(size, dtype=torch.uint8)
+
+
+class FakeGraph:
+    """Does on each replay what was done while it was recorded, on the same memory."""
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self.replay = run
+
+
+def captured(room: FakeRoom, run: Callable[[], None], first: Tensor) -> FakeGraph:
+    run()
+    return FakeGraph(run)
+
+
+@pytest.fixture
+def rooms(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[Any, FakeRoom]]:
+    monkeypatch.setattr(cuda_graphs, "_can_record", lambda device: True)
+    monkeypatch.setattr(cuda_graphs, "_Room", FakeRoom)
+    monkeypatch.setattr(cuda_graphs, "_capture", captured)
+    monkeypatch.setattr(cuda_graphs, "current_stream", lambda device: 0)
+    cuda_graphs.clear()
+    yield cuda_graphs._recorded_in
+    cuda_graphs.clear()
+
+
+STEPS = [(3.4445, -4.7750, 2.0315)] * 4
+LINEAR = [STEPS[0], (1.5, -0.5, 0.0)]
+
+
+@pytest.mark.parametrize(
+    ("steps", "restarts"),
+    [(STEPS, None), (STEPS, ()), (STEPS, (1, 3)), (STEPS[:1], None), (STEPS[:1], ()), (LINEAR, (1,))],
+)
+@pytest.mark.parametrize("copied", [0, 2**23])
+def test_graphs_of_all_shapes_share_a_room(
+    steps: Any, restarts: Any, copied: int, rooms: dict[Any, FakeRoom], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small shapes before large ones, wide and tall; a result is right though the next shape is worked on in the same memory,
+    and the room is as large as the largest shape needs, once every shape has been recorded in it."""
+    monkeypatch.setattr("hf_emopt.linalg.gram_newton_schulz._COPIED_ELEMENTS", copied)
+    gram_newton_schulz._form_of.cache_clear()
+    shapes = [(2, 16, 24), (3, 40, 24), (1, 48, 96), (2, 64, 64)]
+    for _ in range(4):  # launched, recorded, recorded anew in the larger room, replayed
+        inputs = [torch.randn(*shape) for shape in shapes]
+        results = [iterate(x, steps, restarts, 1.0, torch.float32) for x in inputs]
+        with monkeypatch.context() as without:
+            without.setattr(cuda_graphs, "_can_record", lambda device: False)
+            for x, result in zip(inputs, results, strict=True):
+                assert torch.equal(result, iterate(x, steps, restarts, 1.0, torch.float32))
+    known = [one for one in cuda_graphs._recordings.values() if isinstance(one, cuda_graphs._Recording)]
+    assert len(known) == len(cuda_graphs._recordings) == len(shapes)
+    (room,) = rooms.values()
+    used = {t.untyped_storage().data_ptr() for one in known for t in (*one.sources, *one.result)}
+    assert used == {room.buffer.untyped_storage().data_ptr()}
+    assert room.buffer.numel() == max(sum(map(cuda_graphs._room_of, (*one.sources, *one.result))) for one in known)
+
+
+def test_too_many_shapes_are_forgotten(rooms: dict[Any, FakeRoom], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_graphs, "_MAX_RECORDED", 3)
+    for size in (8, 9, 10, 8, 9, 10, 11):
+        iterate(torch.randn(size, 2 * size), STEPS, (2,), 1.0, torch.float32)
+    assert len(cuda_graphs._recordings) == 1
+    assert not rooms

@@ -1,4 +1,4 @@
-"""Refreshes that are recorded as CUDA graphs in memory that they share."""
+"""Orthogonalizations and refreshes that are recorded as CUDA graphs in memory that they share."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from hf_emopt import SOAP, Shampoo
-from hf_emopt.linalg import cuda_graphs, inverse_root
+from hf_emopt.linalg import cuda_graphs, inverse_root, newton_schulz
 from hf_emopt.linalg.cuda_graphs import DISABLE_VARIABLE, replayed
+from hf_emopt.linalg.newton_schulz import Method
 from hf_emopt.rules.background import Beside
 from hf_emopt.rules.refresh import RefreshingRule
 
@@ -48,6 +49,26 @@ def test_results_belong_to_the_caller_and_follow_the_input() -> None:
     held = cuda_graphs._replays
     assert sum(isinstance(known, cuda_graphs._Replay) for known in held.values()) == 4
     assert len(cuda_graphs._rooms) == 1
+
+
+@pytest.mark.parametrize("method", ["gram", "standard"])
+def test_orthogonalizations_share_a_room(method: Method, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small shapes come first, so the room is made anew; each result is right though the next shape uses the same memory."""
+    shapes = [(2, 256, 512), (3, 768, 512), (4, 512, 2048), (2, 2048, 2048)]
+    before = torch.cuda.memory_allocated()
+    for _ in range(5):  # launched, recorded, recorded anew, replayed
+        inputs = [torch.randn(*shape, device="cuda") for shape in shapes]
+        results = [newton_schulz(x, method=method, dtype=torch.float16) for x in inputs]
+        with monkeypatch.context() as without:
+            without.setenv(DISABLE_VARIABLE, "1")
+            for x, result in zip(inputs, results):
+                assert torch.equal(result, newton_schulz(x, method=method, dtype=torch.float16))
+    known = list(cuda_graphs._recordings.values())
+    assert len(known) == len(shapes)
+    assert all(isinstance(one, cuda_graphs._Recording) for one in known)
+    (room,) = cuda_graphs._recorded_in.values()
+    del inputs, results, x, result
+    assert torch.cuda.memory_allocated() - before <= room.buffer.numel() + 2**20
 
 
 def test_large_batches_are_replayed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
