@@ -61,8 +61,8 @@ class EmoptPlugin(KwargsHandler):
         transport_dtype: ``"bfloat16"``, ``"float32"`` or ``"float64"``: dtype of matrices on their way between ranks.
             Default: bfloat16 on accelerators, float32 on CPU.
         overlap_param_gather: under DistributedDataParallel and on one GPU, let the step go on during the next forward pass:
-            its products, and the gathers of updated parameters. Code that reads parameters between ``step()`` and a forward
-            pass must then call ``optimizer.synchronize()`` first. Default: false.
+            its products, and the gathers of updated parameters. Code that reads parameters between ``step()`` and a forward pass must then call
+            ``optimizer.synchronize()`` first. Default: false.
         optim_args: the optimizer's other keyword arguments, ``"ns_steps=6, betas=0.9:0.95"`` or a mapping.
 
     Raises:
