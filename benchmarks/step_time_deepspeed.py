@@ -36,7 +36,7 @@ from hf_emopt.bench.step_optimizers import OPTIMIZERS as MAKERS
 from hf_emopt.matrix_optimizer import MatrixOptimizer
 
 NATIVE = {"lr": LR, "momentum": 0.95, "weight_decay": DECAY, "torch_adam": True}
-OURS = tuple(name for name in MATRIX_OPTIMIZERS if not name.endswith("-overlap"))
+OURS = tuple(name for name in MATRIX_OPTIMIZERS if name != "muon-overlap")
 OPTIMIZERS = ("adamw", "fused-adam", "native-muon", "native-muon-standard", *OURS)
 
 

@@ -71,8 +71,6 @@ class Engine:
         transport_dtype: of the wire by name, or ``None``: bfloat16 on accelerators, float32 on the CPU.
         forward_order: see :func:`~hf_emopt.distributed.assignment.make_plan`.
         offloads: whether state lies on the host between steps.
-        own_groups: whether copies are kept alike by process groups that nobody else uses: a wrapper's collectives, as those
-            of DDP before a forward pass, then do not wait in line behind ours.
     """
 
     def __init__(
@@ -86,9 +84,7 @@ class Engine:
         transport_dtype: str | None,
         forward_order: bool = False,
         offloads: bool = False,
-        own_groups: bool = False,
     ) -> None:
-        self.own_groups = own_groups
         self.rule, self.groups, self.state, self.grids = rule, groups, state, grids
         # As planned: wrappers put other parameters into groups, and state is found under those it was made for.
         self.params = [list(group["params"]) for group in groups]
@@ -113,8 +109,6 @@ class Engine:
         self._teams: dict[tuple[int, ...], Any] = {}
         self.undisturbed = False
         """Whether, in this step, nobody reads state or weights before :meth:`end_tasks`."""
-        self.gradients_first = False
-        """Whether, in this step, buckets read their gradients before anything else is done with one of them."""
         self._landing = Beside("landing")
         self._slots: dict[Matrix, tuple[int, ...]] = {}
         self._slots_for: tuple[int, ...] = ()
@@ -147,9 +141,7 @@ class Engine:
         if self.world_size == 1:
             return
         # In the order of parameters, so that all ranks make the same groups in the same order.
-        opened = {
-            key: open_groups(grid, self.own_groups) for key, grid in {id(g): g for g in self.grids.values()}.items()
-        }
+        opened = {key: open_groups(grid) for key, grid in {id(g): g for g in self.grids.values()}.items()}
         self.grids = {name: opened[id(grid)] for name, grid in self.grids.items()}
         self.council = Council(council_group(list(self.grids.values())), self._shared_names())
         warm_up(list(self.grids.values()), self.council.group)
@@ -284,13 +276,13 @@ class Engine:
         ) % 2**31  # a CPU's generator takes no more bits
         return lambda: torch.Generator(device).manual_seed(seed)
 
-    def begin_tasks(self, undisturbed: bool, gradients_first: bool = False) -> None:
+    def begin_tasks(self, undisturbed: bool) -> None:
         """Before the tasks of a step, when it is settled whether it counts.
 
         Args:
-            undisturbed, gradients_first: see there.
+            undisturbed: see there.
         """
-        self.undisturbed, self.gradients_first = undisturbed, gradients_first
+        self.undisturbed = undisturbed
         if undisturbed and self.world_size > 1 and self.offload is None:
             for device in {params[0].device for params in self.params if params}:
                 if device.type == "cuda":
@@ -309,20 +301,13 @@ class Engine:
             return nullcontext()
         return self._landing.holding(param.device, (arrival.buffer, *arrival.keep))
 
-    def landing_stream(self, bucket: Bucket) -> torch.cuda.Stream:
-        """The stream on which the weights of a bucket's parameters are stepped, in a step that nobody disturbs."""
-        device = self.parameter(bucket, 0).device
-        if self.grid_of_bucket(bucket).replicas > 1 and self._landing.is_open(device):
-            return self._landing.stream(device)
-        return torch.cuda.current_stream(device)
-
     def end_tasks(self, stay_open: bool) -> None:
         """After the tasks of a step.
 
         Args:
             stay_open: what the rule does beside the step goes on; :meth:`join` is called before anybody asks for state.
         """
-        self.undisturbed = self.gradients_first = False
+        self.undisturbed = False
         self._landing.join()
         if not stay_open:
             self.join()

@@ -79,9 +79,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
             device, without a host sync; read :attr:`skipped_steps` for their number.
         transport_dtype: of matrices on their way between ranks: ``"bfloat16"``, ``"float32"`` or ``"float64"``; ``None`` is
             bfloat16 on accelerators and float32 on the CPU.
-        overlap_param_gather: where ranks hold copies of a model (DDP), updates arrive behind the next forward pass; where
-            all parameters are on one GPU, also alone, products run there too, once gradients have been read. What reads
-            parameters in another way than a forward pass or ``state_dict`` has to call :meth:`synchronize` first.
+        overlap_param_gather: where ranks hold copies of a model (DDP), updates arrive behind the next forward pass. What
+            reads parameters in another way than a forward pass or ``state_dict`` has to call :meth:`synchronize` first.
         process_group: the ranks that hold copies of plain parameters; ``None`` for all of them, ``"self"`` where each
             process trains a model of its own. Sharded parameters know their ranks.
         tensor_parallel_modules: modes of tensor parallelism for single parameters, ``"pattern:mode"`` with ``;`` between,
@@ -353,69 +352,23 @@ class MatrixOptimizer(torch.optim.Optimizer):
             if ok.device not in self._skipped:
                 self._skipped[ok.device] = torch.zeros((), device=ok.device)
             self._skipped[ok.device].add_(~ok)
-        device = self._hides_on(engine)
-        with nullcontext() if device is None else self._delayed.aside(device):
-            matrices, others, own = self._all_tasks(engine, agreement.present)
-            if device is not None:
-                self._run_aside(engine, matrices, others, own)
-            elif self._overlaps and engine.world_size > 1:
-                pipeline(own)
-                tasks = [*others, *matrices]  # the embedding, which a forward pass needs first, is among the others
-                self._delayed.begin((task, _changed(engine, bucket)) for task, bucket in tasks)
-            else:
-                self._run(engine, matrices, [task for task, _ in others], own)
-        engine.finish_copies()
-
-    def _all_tasks(
-        self, engine: Engine, present: frozenset[str]
-    ) -> tuple[list[tuple[Task, Bucket]], list[tuple[Task, Bucket]], list[Task]]:
-        """Tasks of matrices, of what is stepped element by element and shared out, and of what each rank steps for itself."""
         groups = [self._applied(group) for group in self.param_groups]
-        names = present - engine.shared_aux
+        others = self._tasks(engine.aux_plan, step_aux_bucket, groups)
+        matrices = self._tasks(engine.plan, step_bucket, groups)
+        names = agreement.present - engine.shared_aux
         own = [
             task
             for index, group in enumerate(self.param_groups)
             if group["kind"] == "aux"
             for task in step_own_aux(engine, index, group, names)
         ]
-        others = self._tasks(engine.aux_plan, step_aux_bucket, groups)
-        return self._tasks(engine.plan, step_bucket, groups), others, own
-
-    def _hides_on(self, engine: Engine) -> torch.device | None:
-        """The GPU on which this step goes on beside the next forward pass, or ``None``."""
-        if not self._overlaps or engine.offload is not None or self._diagnostics.watch is not None:
-            return None
-        devices = {p.device for group in self.param_groups for p in group["params"]}
-        alone = len(devices) == 1 and next(iter(devices)).type == "cuda"
-        return devices.pop() if alone and not torch.cuda.is_current_stream_capturing() else None
-
-    def _run_aside(
-        self,
-        engine: Engine,
-        matrices: list[tuple[Task, Bucket]],
-        others: list[tuple[Task, Bucket]],
-        own: list[Task],
-    ) -> None:
-        """All tasks of a step that goes on when it has returned; what follows waits until gradients have been read, since
-        they may be freed or written to then."""
-        engine.begin_tasks(undisturbed=True, gradients_first=True)
-        try:
+        if self._overlaps and engine.world_size > 1:
             pipeline(own)
-            follow = self._delayed.followed
-            tasks = [
-                (follow(task, _changed(engine, bucket), engine.landing_stream(bucket)), bucket)
-                for task, bucket in (
-                    *others,
-                    *matrices,
-                )  # the embedding, which a forward pass needs first, is among the others
-            ]
-            for task, _ in tasks:
-                next(task, None)
-            self._delayed.let_go()
-            alone = [task for task, bucket in tasks if bucket.communication_free]  # see _run
-            pipeline([task for task, bucket in tasks if not bucket.communication_free], alone)
-        finally:
-            engine.end_tasks(stay_open=True)
+            tasks = [*others, *matrices]  # the embedding, which a forward pass needs first, is among the others
+            self._delayed.begin((task, [engine.parameter(b, i) for i in engine.present(b)]) for task, b in tasks)
+        else:
+            self._run(engine, matrices, [task for task, _ in others], own)
+        engine.finish_copies()
 
     def _run(self, engine: Engine, matrices: list[tuple[Task, Bucket]], others: list[Task], own: list[Task]) -> None:
         """All tasks of a step that ends at once.
@@ -451,9 +404,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._join()
 
     def _join(self) -> None:
-        delayed, engine = vars(self).get("_delayed"), vars(self).get("_engine")
-        if delayed is not None:
-            delayed.join()
+        engine = vars(self).get("_engine")
         if engine is not None:
             engine.join()
 
@@ -520,7 +471,6 @@ class MatrixOptimizer(torch.optim.Optimizer):
             self.transport_dtype,
             self._overlaps,
             self.offload_state is not None,
-            self._overlaps,
         )
         if whole is not None:
             keep_owned(engine, whole)
@@ -645,8 +595,3 @@ class MatrixOptimizer(torch.optim.Optimizer):
             "_diagnostics": Diagnostics(),
             "process_group": self.process_group if self.process_group in (None, "self") else LOST,
         }
-
-
-def _changed(engine: Engine, bucket: Bucket) -> list[Tensor]:
-    """The parameters that a bucket's task steps."""
-    return [engine.parameter(bucket, i) for i in engine.present(bucket)]

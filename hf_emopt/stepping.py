@@ -127,8 +127,7 @@ def step_bucket(engine: Engine, index: int, bucket: Bucket, present: Sequence[in
             shard = grid.shard if sharded else None
             homes = engine.kept("homes", index, present, lambda: _homes(bucket, roster, shard, parts))
             targets = transform.make_room(params[0]) if passes.possible(homes) else []
-            filled = bool(targets) and passes.fill(homes, targets)
-            if filled:
+            if targets and passes.fill(homes, targets):
                 stacked = transform.filled(targets)
             else:
                 messages = passes.messages()
@@ -137,10 +136,6 @@ def step_bucket(engine: Engine, index: int, bucket: Bucket, present: Sequence[in
                 stacked = place.apart(transform.stack(messages), lent)
             if watch is not None:
                 watch.held(engine, bucket, present, owned, parts)
-        if engine.gradients_first:
-            if not filled:  # it may be the gradients themselves
-                stacked = [None if matrices is None else matrices.clone() for matrices in stacked]
-            yield
     updates = transform.run(stacked, watch)
     if watch is not None:
         apart = updates if stacks is None else stacks.apart(updates)

@@ -88,22 +88,20 @@ def alternatives(name: str, settings: Settings, world_size: int, device: torch.d
         text = ", ".join(f"{k}={v}" for k, v in changed.items())
         found.append(Alternative(text, replace(settings, options={**settings.options, **changed})))
 
-    rule, overlaps = name.removesuffix("-overlap"), name.endswith("-overlap")
-    factors = rule in ("soap", "shampoo", "kl_shampoo")
+    factors = name in ("soap", "shampoo", "kl_shampoo")
     offloads = settings.options.get("offload_state") is not None
     large = large_buckets(factors, [dict(settings.options)], offloads, world_size)
     for factor in (0.5, 2.0):
         numel = str(int(bucket_numel(large) * factor))
         environment = {**settings.environment, BUCKET_VARIABLE: numel}
         found.append(Alternative(f"{BUCKET_VARIABLE}={numel}", replace(settings, environment=environment)))
-    copies = settings.layout == "ddp" and world_size > 1
-    if (copies or (settings.layout == "single" and device.type == "cuda")) and not overlaps:
+    if settings.layout == "ddp" and world_size > 1 and name != "muon-overlap":
         option(overlap_param_gather=not settings.options.get("overlap_param_gather", False))
-    if settings.layout in ("ddp", "fsdp2") and world_size > 1 and not overlaps:
+    if settings.layout in ("ddp", "fsdp2") and world_size > 1 and name != "muon-overlap":
         other = "fsdp2" if settings.layout == "ddp" else "ddp"
         kept = {k: v for k, v in settings.options.items() if k != "overlap_param_gather"}
         found.append(Alternative(f"layout {other}", replace(settings, layout=other, options=kept)))
-    if rule in ("muon", "normuon"):
+    if name in ("muon", "muon-overlap", "normuon"):
         from hf_emopt.linalg.symmetric import kernels_pay
 
         if kernels_pay(device) and settings.options.get("ns_dtype") is None:

@@ -88,9 +88,7 @@ OPTIMIZERS: dict[str, Maker] = {
     "soap": _ours(SOAP, oversize="block", **KRONECKER),
     "shampoo": _ours(Shampoo, **KRONECKER),
     "kl_shampoo": _ours(KLShampoo, **KRONECKER),
-    "soap-overlap": _ours(SOAP, oversize="block", overlap_param_gather=True, **KRONECKER),
-    "shampoo-overlap": _ours(Shampoo, overlap_param_gather=True, **KRONECKER),
 }
 """By name; each takes a laid out module."""
 
-MATRIX_OPTIMIZERS = tuple(name for name in OPTIMIZERS if name not in ("adamw", "torch-muon"))
+MATRIX_OPTIMIZERS = ("muon", "muon-overlap", "normuon", "soap", "shampoo", "kl_shampoo")

@@ -1,23 +1,14 @@
-"""Updates that arrive behind the next forward pass: a module's parameters are waited for when the module is about to run.
-
-On a GPU all that a step does after it has read the gradients is queued on a stream of its own. A forward pass leaves much of
-the device's units of products to others, since most of its kernels wait for memory; and as the model's first blocks need
-their updates first, products of later ones run beside them. Elsewhere a step's products are done when it returns, and what
-other ranks send is waited for.
-"""
+"""Updates that arrive behind the next forward pass: a module's parameters are waited for when the module is about to run."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from hf_emopt.rules.background import Beside
 
 __all__ = ["DelayedUpdates"]
 
@@ -36,9 +27,6 @@ class DelayedUpdates:
     def __init__(self) -> None:
         self._waiting: deque[tuple[Task, frozenset[int]]] = deque()
         self._hooks: list[Any] = []
-        self._beside = Beside("step")
-        self._queued: list[tuple[torch.cuda.Event, frozenset[int]]] = []
-        self._caller: torch.cuda.Stream | None = None
 
     def attach(self, model: nn.Module | None) -> None:
         """Puts the hooks on a model, in place of those of an earlier call."""
@@ -72,48 +60,12 @@ class DelayedUpdates:
             if next(task, StopIteration) is not StopIteration:
                 self._waiting.append((task, frozenset(id(p) for p in params)))
 
-    # ------------------------------------------------------------------ on a stream of their own
-
-    @contextmanager
-    def aside(self, device: torch.device) -> Iterator[None]:
-        """Inside, a step is queued beside what will be queued on the current stream, and after what was."""
-        self._caller = torch.cuda.current_stream(device)
-        with self._beside.on(device):
-            yield
-
-    def let_go(self) -> None:
-        """Within :meth:`aside`: what the caller queues next waits for what has been queued so far, and for no more."""
-        assert self._caller is not None
-        self._caller.wait_stream(torch.cuda.current_stream(self._caller.device))
-
-    def followed(self, task: Task, params: Iterable[Tensor], stream: torch.cuda.Stream) -> Task:
-        """The task, whose end is known to those that read what it changes.
-
-        Args:
-            params: that it changes, last of all on ``stream``.
-        """
-        yield from task
-        done = torch.cuda.Event()
-        done.record(stream)
-        self._queued.append((done, frozenset(id(p) for p in params)))
-
-    def join(self) -> None:
-        """Makes the current stream wait for all of a step that is queued beside it."""
-        self._beside.join()
-        self._queued.clear()
-
-    # ------------------------------------------------------------------ before somebody reads
-
     @torch.no_grad()
     def finish(self, parameters: frozenset[int] | None = None) -> None:
         """Finishes all tasks, or those that change one of the given parameters (by ``id``).
 
         In any order: under DDP, the only layout that puts updates off, nothing is sent after a task's first stage.
         """
-        if parameters is None:
-            self.join()
-        elif self._queued:
-            self._wait_for(parameters)
         left: deque[tuple[Task, frozenset[int]]] = deque()
         while self._waiting:
             task, changed = self._waiting.popleft()
@@ -124,22 +76,12 @@ class DelayedUpdates:
                 pass
         self._waiting = left
 
-    def _wait_for(self, parameters: frozenset[int]) -> None:
-        assert self._caller is not None
-        later = []
-        for done, changed in self._queued:
-            if changed.isdisjoint(parameters):
-                later.append((done, changed))
-            else:
-                torch.cuda.current_stream(self._caller.device).wait_event(done)
-        self._queued = later
-
     def __len__(self) -> int:
-        return len(self._waiting) + len(self._queued)
+        return len(self._waiting)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy waits for nothing; the original must be synchronized first."""
-        return {"_waiting": deque(), "_hooks": [], "_beside": self._beside, "_queued": [], "_caller": None}
+        return {"_waiting": deque(), "_hooks": []}
 
 
 @dataclass

@@ -315,11 +315,8 @@ def _is_strided(placement: Any) -> bool:
     return type(placement).__name__ == "_StridedShard"  # private to torch, and no subclass of Shard in every version
 
 
-def open_groups(grid: Grid, own: bool = False) -> Grid:
+def open_groups(grid: Grid) -> Grid:
     """The grid with process groups for ranks of several mesh dimensions.
-
-    Args:
-        own: where copies have no group yet, one that nobody else uses.
 
     All ranks make all groups in one order: a group that only its members make is found by a name that counts the groups made
     before, and ranks that count differently would wait for ever.
@@ -339,27 +336,23 @@ def open_groups(grid: Grid, own: bool = False) -> Grid:
         groups = [group_of(row) for row in grid.ranks]
         grid = replace(grid, shard_group=groups[grid.replica])
     if missing[1]:
-        groups = [group_of([row[shard] for row in grid.ranks], own) for shard in range(grid.shards)]
+        groups = [group_of([row[shard] for row in grid.ranks]) for shard in range(grid.shards)]
         grid = replace(grid, replica_group=groups[grid.shard])
     return grid
 
 
-_groups: dict[tuple[bool, tuple[int, ...]], Any] = {}
+_groups: dict[tuple[int, ...], Any] = {}
 _groups_in: list[Any] = [None]
 
 
-def group_of(ranks: Sequence[int], own: bool = False) -> Any:
-    """The process group of some ranks, made once in a job: all ranks must call it, in one order.
-
-    Args:
-        own: not the default group, which others use.
-    """
+def group_of(ranks: Sequence[int]) -> Any:
+    """The process group of some ranks, made once in a job: all ranks must call it, in one order."""
     if dist.group.WORLD is not _groups_in[0]:
         _groups.clear()
         _groups_in[0] = dist.group.WORLD
-    key = own, tuple(ranks)
+    key = tuple(ranks)
     if key not in _groups:
-        everyone = not own and key[1] == tuple(range(dist.get_world_size()))
+        everyone = key == tuple(range(dist.get_world_size()))
         _groups[key] = dist.group.WORLD if everyone else dist.new_group(list(ranks))
     return _groups[key]
 

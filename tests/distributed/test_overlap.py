@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import pickle
 from typing import Any
 
@@ -37,13 +35,10 @@ class Net(nn.Module):
         return out
 
 
-def run(steps: int = 3, overlap: bool = False, tensor_lr: bool = False, rule: str = "Muon") -> dict[str, Any]:
+def run(steps: int = 3, overlap: bool = False, tensor_lr: bool = False) -> dict[str, Any]:
     model = Net()
     lr = torch.tensor(0.02) if tensor_lr else 0.02
-    options = {"ns_dtype": "float32"} if rule == "Muon" else {
-        "precondition_frequency": 1, "relative_epsilon": 1e-2, "skip_nonfinite": False,
-    }  # fmt: skip
-    optimizer = getattr(hf_emopt, rule)(model, lr=lr, overlap_param_gather=overlap, **options)
+    optimizer = hf_emopt.Muon(model, lr=lr, ns_dtype="float32", overlap_param_gather=overlap)
     wrapped = DistributedDataParallel(model) if dist.is_initialized() else model
     waiting: list[int] = []
     model.blocks[0].register_forward_hook(lambda *_: waiting.append(len(optimizer._delayed)))
@@ -71,13 +66,13 @@ def test_everything_reads_the_new_weights(two: World, tensor_lr: bool) -> None:
                 torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
 
 
-def many_buckets(rule: str = "Muon") -> dict[str, Any]:
+def many_buckets() -> dict[str, Any]:
     import hf_emopt.distributed.assignment as plan
 
     limit, plan.MAX_BUCKET_NUMEL = plan.MAX_BUCKET_NUMEL, 200
     defaults, plan.make_plan.__defaults__ = plan.make_plan.__defaults__, (200, False, False)
     try:
-        return run(overlap=True, rule=rule)
+        return run(overlap=True)
     finally:
         plan.MAX_BUCKET_NUMEL, plan.make_plan.__defaults__ = limit, defaults
 
@@ -86,69 +81,6 @@ def test_blocks_begin_while_later_ones_wait(two: World) -> None:
     for result in two.run(many_buckets):
         assert result["waiting"][0] == 0
         assert all(count > 0 for count in result["waiting"][1:])
-
-
-class Stream:
-    """Of a GPU that there is none of: all is done at once, in the order in which it is queued."""
-
-    device = torch.device("cpu")
-
-    def wait_stream(self, other: Any) -> None:
-        pass
-
-    wait_event = record_stream = wait_stream
-
-
-class Event:
-    def record(self, stream: Stream) -> None:
-        pass
-
-
-def aside(rule: str, keep_gradients: bool) -> dict[str, Any]:
-    """As on a GPU, where the step goes on when it has returned: gradients are gone as soon as the caller may touch them.
-
-    Gives also how many matrices have been transformed by then, in each step.
-    """
-    from hf_emopt.distributed.delayed import DelayedUpdates
-    from hf_emopt.matrix_optimizer import MatrixOptimizer
-    from hf_emopt.passes import Passes
-
-    let_go, transformed = DelayedUpdates.let_go, []
-
-    def freed(self: DelayedUpdates) -> None:
-        let_go(self)
-        (optimizer,) = (x for x in gc.get_objects() if isinstance(x, MatrixOptimizer) and x._delayed is self)
-        transformed.append(optimizer.transform_count)
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad.fill_(torch.nan)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "Event", Event)
-        patch.setattr(torch.cuda, "current_stream", lambda device: Stream())
-        patch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-        patch.setattr("hf_emopt.rules.background._stream_beside", lambda device, name, lane: Stream())
-        patch.setattr(MatrixOptimizer, "_hides_on", lambda self, engine: torch.device("cpu"))
-        patch.setattr(DelayedUpdates, "let_go", freed)
-        if keep_gradients:  # what is stacked may be the gradients themselves
-            patch.setattr(Passes, "possible", lambda self, runs: False)
-        return {**many_buckets(rule), "transformed": transformed}
-
-
-@pytest.mark.parametrize("rule", ["Muon", "Shampoo"])
-@pytest.mark.parametrize("keep_gradients", [False, True])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_step_that_goes_on_beside_the_forward_pass_has_read_its_gradients(
-    two: World, ranks: int, keep_gradients: bool, rule: str
-) -> None:
-    alone = run(rule=rule)
-    results = [aside(rule, keep_gradients)] if ranks == 1 else two.run(aside, keep_gradients=keep_gradients, rule=rule)
-    for result in results:
-        assert_close(result["weights"], alone["weights"], 1e-5)
-        assert all(count > 0 for count in result["waiting"][1:])
-        first, second, third = result["transformed"]
-        assert first == 0
-        assert 2 * second == third > 0  # none of the step at hand
 
 
 def test_a_model_with_hooks_can_be_pickled() -> None:
