@@ -1,5 +1,7 @@
 """Weights of every rule under DDP, FSDP2, HSDP and FSDP2 over tensor parallelism against one process, on the GPUs at hand.
 
+``ddp+overlap`` is DDP with ``overlap_param_gather``: updates arrive behind the next forward pass.
+
     torchrun --nproc-per-node 2 benchmarks/parity.py --json parity.json
 
 HSDP has two replicas; tensor parallelism, over pairs of ranks, is left out where there are fewer than four.
@@ -65,7 +67,7 @@ def build(kind: str, device: torch.device) -> nn.Module:
 
 def wrap(model: nn.Module, layout: str, device: torch.device) -> nn.Module:
     world = dist.get_world_size()
-    if layout == "ddp":
+    if layout.startswith("ddp"):
         return DistributedDataParallel(model)
     shape, names = {
         "fsdp2": ((world,), ("shard",)),
@@ -95,7 +97,7 @@ def case(kind: str, layout: str, rule: str, exact: bool, device: torch.device) -
     reference, model = build(kind, device).to(dtype), build(kind, device).to(dtype)
     wrapped = wrap(model, layout, device)
     alone = cls(reference, process_group="self", **options)
-    optimizer = cls(model, **options)
+    optimizer = cls(model, **options, overlap_param_gather=layout == "ddp+overlap")
     seed = dist.get_rank() // (2 if layout == "fsdp2+tp" else 1)  # ranks that share a matrix see the same tokens
     generator = torch.Generator(device).manual_seed(seed)
     for _ in range(STEPS):
@@ -108,6 +110,7 @@ def case(kind: str, layout: str, rule: str, exact: bool, device: torch.device) -
         optimizer.step()
         alone.step()
         model.zero_grad()
+    optimizer.synchronize()
     moved = worst = 0.0
     start = dict(build(kind, device).to(dtype).named_parameters())
     for (name, mine), theirs in zip(reference.named_parameters(), model.parameters(), strict=True):
@@ -150,7 +153,7 @@ def main() -> None:
     dist.init_process_group("nccl" if cuda else "gloo")
     rows, bad = [], 0
     for exact in (True, False):
-        for layout in ("ddp", "fsdp2", "hsdp", *(("fsdp2+tp",) if dist.get_world_size() >= 4 else ())):
+        for layout in ("ddp", "ddp+overlap", "fsdp2", "hsdp", *(("fsdp2+tp",) if dist.get_world_size() >= 4 else ())):
             for rule in options.rules:
                 kind = "llama-even" if layout == "fsdp2+tp" else "gpt2" if rule == "normuon" else "llama"
                 row = case(kind, layout, rule, exact, device)
@@ -164,7 +167,7 @@ def main() -> None:
                 if dist.get_rank() == 0:
                     wire = "float32" if exact else "default"
                     print(
-                        f"{'ok  ' if row['ok'] else 'BAD '}{layout:9}{rule:11}{wire:8} difference {row['difference']:.1e}"
+                        f"{'ok  ' if row['ok'] else 'BAD '}{layout:12}{rule:11}{wire:8} difference {row['difference']:.1e}"
                         f" moved {row['moved']:.1e} replicas equal {row['replicas_equal']} transforms {row['transforms']}",
                         flush=True,
                     )

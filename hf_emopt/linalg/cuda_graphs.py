@@ -16,6 +16,7 @@ graph), with ``HF_EMOPT_DISABLE_CUDA_GRAPHS=1``, or once a recording has failed.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -42,6 +43,8 @@ _NEEDED = 16
 _ALIGNMENT = 256
 
 Pair = tuple[Tensor, Tensor]
+Place = tuple[torch.device, int]
+"""A device, and the address of a stream on which graphs run."""
 
 
 @dataclass
@@ -61,11 +64,10 @@ class _Replay:
 class _Room:
     """Memory of the graphs of one stream."""
 
-    def __init__(self, device: torch.device, size: int = 0) -> None:
-        self.device, self.pool = device, torch.cuda.graph_pool_handle()
-        # One for all: memory that one recording gives back to the pool is found again on its own stream only.
-        self.stream = torch.cuda.Stream(device)
-        self.buffer = torch.empty(size, dtype=torch.uint8, device=device)
+    def __init__(self, place: Place, size: int = 0) -> None:
+        self.device, self.pool = place[0], torch.cuda.graph_pool_handle()
+        self.stream = _recording_stream(place)
+        self.buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
 
     def grow(self, size: int, most: int) -> None:
         """Makes the buffer at least ``size`` bytes large. Graphs that were recorded on a smaller one keep that; by doubling,
@@ -80,6 +82,14 @@ class _Room:
         parts = self.buffer[: sum(sizes)].split(sizes)
         whole = [part[: x.numel() * x.element_size()].view(x.dtype) for part, x in zip(parts, likes)]
         return [part.as_strided(x.shape, x.stride()) for part, x in zip(whole, likes)]
+
+
+@functools.cache
+def _recording_stream(place: Place) -> torch.cuda.Stream:
+    """Where the graphs of a stream are recorded. One for all of them: memory that one recording gives back to the pool is
+    found again on its own stream only, and cuBLAS keeps a workspace for each stream. None for graphs of several streams:
+    these may run at one time, and a workspace is written to."""
+    return torch.cuda.Stream(place[0])
 
 
 def _room_of(x: Tensor) -> int:
@@ -154,16 +164,14 @@ def recorded(
     return result
 
 
-def _record(
-    full_key: Hashable, likes: list[Tensor], work: Callable[..., Pair], place: tuple[torch.device, int]
-) -> _Recording | None:
+def _record(full_key: Hashable, likes: list[Tensor], work: Callable[..., Pair], place: Place) -> _Recording | None:
     room, size = _recorded_in.get(place), sum(map(_room_of, likes))
     if room is None or room.buffer.numel() < size:
         # What was recorded in a smaller room is recorded anew: after some steps there is one, of the size of the largest.
         for key, known in _recordings.items():
             if isinstance(known, _Recording) and key[1:] == place:  # type: ignore[index]
                 _recordings[key] = [torch.empty_like(x, device="meta") for x in (*known.sources, *known.result)]
-        room = _recorded_in[place] = _Room(place[0], size)
+        room = _recorded_in[place] = _Room(place, size)
     carved = room.carve(likes)
     sources, out = carved[:-2], (carved[-2], carved[-1])
     for source in sources:
@@ -269,7 +277,7 @@ def _replayed(
     known = _replays[full_key]
     if isinstance(known, list):
         if place not in _rooms:
-            _rooms[place] = _Room(device)
+            _rooms[place] = _Room(place)
         replay = _record_shared([*inputs], known, work, _rooms[place])
         if replay is None:
             return work(*inputs)

@@ -64,8 +64,8 @@ def test_a_cpu_records_nothing() -> None:
 
 
 class FakeRoom(cuda_graphs._Room):
-    def __init__(self, device: torch.device, size: int = 0) -> None:
-        self.device, self.buffer = device, torch.empty(size, dtype=torch.uint8)
+    def __init__(self, place: cuda_graphs.Place, size: int = 0) -> None:
+        self.device, self.buffer = place[0], torch.empty(size, dtype=torch.uint8)
 
 
 class FakeGraph:
