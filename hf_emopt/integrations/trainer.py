@@ -1,8 +1,9 @@
-"""A ``Trainer`` that knows about matrix optimizers: overlap on, the plan shown, metrics in every log."""
+"""A ``Trainer`` that knows about matrix optimizers: overlap between nodes, the plan shown, metrics in every log."""
 
 from __future__ import annotations
 
 import logging as levels
+import os
 from contextlib import nullcontext
 from typing import Any, ClassVar
 
@@ -33,8 +34,8 @@ class EmoptTrainerMixin:
 
     A plain ``Trainer`` trains to the same weights and saves the same checkpoints. This adds:
 
-    * ``overlap_param_gather`` is on unless ``optim_args`` or ``EMOPT_OVERLAP_PARAM_GATHER`` says otherwise, where nothing
-      reads parameters between a step and the next forward pass: see :meth:`overlap_applies`.
+    * Between several nodes ``overlap_param_gather`` is on, unless ``optim_args`` or ``EMOPT_OVERLAP_PARAM_GATHER`` says
+      otherwise, where nothing reads parameters between a step and the next forward pass: see :meth:`overlap_applies`.
     * Routes and the plan (owners, costs and bytes of each rank) are shown at the start of training under the default
       verbosity; ``explain_at_start = False`` leaves the one line that a plain ``Trainer`` shows.
     * Learning rates by group and ``skipped_steps`` are in ``log`` itself, so that overrides of ``log`` and callbacks of
@@ -79,7 +80,9 @@ class EmoptTrainerMixin:
     def overlap_applies(self) -> bool:
         """Whether a delayed gather of parameters is both of use and safe.
 
-        It is of use under DistributedDataParallel. It is not safe where something else than the model's forward pass reads
+        It is of use under DistributedDataParallel, between nodes. (On two and four GPUs of one, steps of 1.1 B parameters
+        took 2 and 0.6 % longer with it: updates are through their links sooner than matrices in the order of the model, of
+        many shapes, are transformed.) It is not safe where something else than the model's forward pass reads
         parameters after a step: a compiled model, which does not run hooks of its modules, a callback that is not from
         transformers, or generation by vLLM, which is sent the weights.
         """
@@ -87,7 +90,7 @@ class EmoptTrainerMixin:
         args = trainer.args
         return (
             args.parallel_mode == ParallelMode.DISTRIBUTED
-            and args.world_size > 1
+            and args.world_size > int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size))
             and not trainer.is_fsdp_enabled
             and not trainer.is_deepspeed_enabled
             and not is_sharded_at_load(getattr(trainer, "model", None))

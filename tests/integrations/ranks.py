@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import fsdp_on_cpu
 import torch
@@ -168,16 +170,23 @@ def make_trainer(
 
 
 def train(
-    folder: str, layout: str, world_size: int, resume: str | None = None, save_to: str | None = None, **kwargs: Any
+    folder: str,
+    layout: str,
+    world_size: int,
+    resume: str | None = None,
+    save_to: str | None = None,
+    nodes: int = 1,
+    **kwargs: Any,
 ) -> dict[str, Any]:
-    """Trains a small Llama with ``Trainer``; ``layout`` says how, and every rank calls it.
+    """Trains a small Llama with ``Trainer``; ``layout`` says how, and every rank calls it. ``nodes``: of the job.
 
     Returns:
         Whole weights, logs, evaluation losses, matrices transformed on this rank, state bytes on this rank.
     """
     with fresh_accelerate(layout):
         trainer = make_trainer(folder, layout, world_size, **kwargs)
-        trainer.train(resume_from_checkpoint=resume)
+        with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(world_size // nodes)):
+            trainer.train(resume_from_checkpoint=resume)
         optimizer = unwrap_optimizer(trainer.optimizer)
         assert optimizer is not None
         if save_to is not None:

@@ -166,6 +166,8 @@ class Reader(TrainerCallback):
     ("change", "applies"),
     [
         ({}, True),
+        ({"local": 2}, False),
+        ({"local": None}, False),
         ({"world_size": 1}, False),
         ({"parallel_mode": ParallelMode.NOT_DISTRIBUTED}, False),
         ({"torch_compile": True}, False),
@@ -175,7 +177,13 @@ class Reader(TrainerCallback):
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else str(value),
 )
-def test_overlap_is_on_where_nothing_reads_parameters_in_between(change: dict[str, Any], applies: bool) -> None:
+def test_overlap_is_on_between_nodes_where_nothing_reads_parameters_in_between(
+    change: dict[str, Any], applies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    local = change.get("local", 1)  # ranks of a node, if the launcher says so
+    if local is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
     trainer: Any = object.__new__(hf_emopt.EmoptTrainer)
     settings = {"world_size": 2, "parallel_mode": ParallelMode.DISTRIBUTED, "torch_compile": False}
     trainer.args = SimpleNamespace(**{**settings, **change})
@@ -221,17 +229,18 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("layout", "world_size", "name"),
+    ("layout", "world_size", "name", "nodes"),
     [
-        ("ddp", 2, "Trainer"),
-        ("ddp", 2, "EmoptTrainer"),
-        ("fsdp2", 2, "Trainer"),
-        ("fsdp2", 2, "EmoptTrainer"),
-        ("hsdp", 4, "Trainer"),
+        ("ddp", 2, "Trainer", 1),
+        ("ddp", 2, "EmoptTrainer", 1),
+        ("ddp", 2, "EmoptTrainer", 2),
+        ("fsdp2", 2, "Trainer", 1),
+        ("fsdp2", 2, "EmoptTrainer", 2),
+        ("hsdp", 4, "Trainer", 1),
     ],
 )
 def test_ranks_end_with_the_weights_of_one_process(
-    layout: str, world_size: int, name: str, single: dict[str, Any], worlds: Worlds, tmp_path: Path
+    layout: str, world_size: int, name: str, nodes: int, single: dict[str, Any], worlds: Worlds, tmp_path: Path
 ) -> None:
     runs = worlds[world_size].run(
         train,
@@ -239,6 +248,7 @@ def test_ranks_end_with_the_weights_of_one_process(
         layout=layout,
         world_size=world_size,
         trainer=name,
+        nodes=nodes,
         eval_strategy="steps",
         eval_steps=2,
     )
@@ -252,7 +262,7 @@ def test_ranks_end_with_the_weights_of_one_process(
     for mine, theirs in zip(runs[0]["logs"], single["logs"], strict=True):
         for key in ("loss", "grad_norm", "learning_rate", "lr/matrix", "lr/aux"):
             assert mine[key] == pytest.approx(theirs[key], rel=1e-4), key
-    assert runs[0]["overlap"] is (layout == "ddp" and name == "EmoptTrainer")
+    assert runs[0]["overlap"] is (layout == "ddp" and name == "EmoptTrainer" and nodes > 1)
 
 
 @pytest.mark.parametrize(
