@@ -62,6 +62,7 @@ PRESENT_KERNELS = (
     "step_fsdp2_1.1b_4xh200_6e866b4", "step_ddp_1.1b_4xh200_6e866b4", "step_fsdp2_1.1b_4xh200_b79a4c1",
     "step_ddp_1.1b_4xh200_b79a4c1", "step_fsdp2_1.1b_4xh200_bc5484f", "step_ddp_1.1b_4xh200_bc5484f",
     "step_fsdp2_1.1b_2xh200_bc5484f", "step_ddp_1.1b_2xh200_bc5484f", "step_fsdp2_wide_4xh200_bc5484f",
+    "step_fsdp2_1.1b_2xh200_8db7954", "step_ddp_1.1b_2xh200_8db7954",
 )  # fmt: skip
 """Measured with the kernels as they are. All others are predicted from ``kernel_table_h200_c800a30``, the table of theirs."""
 WITH_EPSILON = ("step_single_1.1b_h200_226d713_shampoo", "step_single_1.1b_h200_3b683fd")
@@ -77,6 +78,7 @@ PRESENT_PLANS = (
     "step_fsdp2_1.1b_4xh200_6e866b4", "step_ddp_1.1b_4xh200_6e866b4", "step_fsdp2_1.1b_4xh200_b79a4c1",
     "step_ddp_1.1b_4xh200_b79a4c1", "step_fsdp2_1.1b_4xh200_bc5484f", "step_ddp_1.1b_4xh200_bc5484f",
     "step_fsdp2_1.1b_2xh200_bc5484f", "step_ddp_1.1b_2xh200_bc5484f", "step_fsdp2_wide_4xh200_bc5484f",
+    "step_fsdp2_1.1b_2xh200_8db7954", "step_ddp_1.1b_2xh200_8db7954",
 )  # fmt: skip
 """Measured since matrices of one shape lie together in a plan and one process has buckets of twice the size; products of
 factors in float16. Before, a plan followed names among matrices of one cost, and those products were in TF32."""
