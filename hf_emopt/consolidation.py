@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from hf_emopt.distributed.agreement import control_device
 from hf_emopt.distributed.layout import Partition, Storage, chunk_boxes, storage_of
 from hf_emopt.distributed.plan import Bucket, Segment
-from hf_emopt.engine import Engine, compute_device, part_of
+from hf_emopt.engine import Engine
+from hf_emopt.places import compute_device, part_of
 from hf_emopt.rules.base import Group
 from hf_emopt.rules.moments import is_scale
 from hf_emopt.state import is_count, is_shaped

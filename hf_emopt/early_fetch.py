@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_emopt.engine import Engine, is_offloaded
+from hf_emopt.engine import Engine
 from hf_emopt.offload import StateOffload
+from hf_emopt.places import is_offloaded
 
 __all__ = ["EarlyFetch", "late_in_backward"]
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from hf_emopt.channels import Channel, channel_to, home_of
 from hf_emopt.distributed.agreement import (
@@ -40,17 +39,17 @@ from hf_emopt.hosted import Fetched, InPlace
 from hf_emopt.kept_states import KeptStates
 from hf_emopt.offload import StateOffload
 from hf_emopt.passes import Part
+from hf_emopt.places import compute_device, is_offloaded, part_of
 from hf_emopt.planned import large_buckets
 from hf_emopt.rules.background import Beside
 from hf_emopt.rules.base import Group, MatrixRule, state_dtype
-from hf_emopt.rules.moments import is_scale
 from hf_emopt.state import is_shaped
 from hf_emopt.stored import Lender, elementwise_state, laid_out, shape_of_entry, unit_state
 
 if TYPE_CHECKING:
     from hf_emopt.measuring import Watch
 
-__all__ = ["Engine", "compute_device", "is_offloaded", "part_of"]
+__all__ = ["Engine"]
 
 State = dict[str, Tensor]
 
@@ -256,25 +255,6 @@ class Engine:
         if self._counts is None or self._counts[0] is not ok:
             self._counts = ok, ok.float()
         return self._counts[1]
-
-    def generator(self, index: int, group: Group, device: torch.device, shard: int = 0) -> torch.Generator | None:
-        """Noise for stochastic rounding: a function of the step, so that replicas agree and a resumed run repeats it."""
-        if group["low_precision_weights"] != "stochastic":
-            return None
-        return torch.Generator(device).manual_seed(_seed(index, group, shard))
-
-    def noise(
-        self, index: int, group: Group, device: torch.device, shard: int = 0, piece: int = 0
-    ) -> Callable[[], torch.Generator]:
-        """As :meth:`generator`, for the rounding of moments, whose noise is none of the weights'.
-
-        Args:
-            piece: of state of the same bucket or group.
-        """
-        seed = (
-            _seed(index, group, shard) * 1_000_003 + (1 + piece) * 7_919
-        ) % 2**31  # a CPU's generator takes no more bits
-        return lambda: torch.Generator(device).manual_seed(seed)
 
     def begin_tasks(self, undisturbed: bool) -> None:
         """Before the tasks of a step, when it is settled whether it counts.
@@ -560,43 +540,6 @@ class Engine:
         periods = tuple(self.rule.period(group) for group in self.groups if group["kind"] == "matrix")
         if periods != self._slots_for:
             self._slots, self._slots_for = plan_slots(self.plan, self.groups, self.rule), periods
-
-
-def _seed(index: int, group: Group, shard: int) -> int:
-    return int(group.get("rounding_seed", 0) * 65_537 + 257 * shard + index)
-
-
-def part_of(tensor: Tensor, owned: Sequence[Segment], key: str = "") -> Tensor | None:
-    """The owned segments of a tensor as one, in order, or ``None`` when there are none.
-
-    Args:
-        key: of the state entry that the tensor is, if it is one. Scales have a row for each of the parameter's, and
-            segments of parameters that have scales are rows.
-    """
-    if not owned:
-        return None
-    if is_scale(key):
-        return torch.cat([tensor[slice(*segment.box[0])] for segment in owned])
-    if owned[0].shape == tuple(tensor.shape):
-        return tensor
-    parts = [tensor[tuple(slice(a, b) for a, b in s.box)] for s in owned]
-    return torch.cat(parts, dim=owned[0].dim) if len(parts) > 1 else parts[0].contiguous()
-
-
-def compute_device(param: Tensor) -> torch.device:
-    """The mesh's accelerator for a shard that is offloaded to the host, and else where the parameter is."""
-    if isinstance(param, Partition):
-        return param.compute
-    if isinstance(param, DTensor):
-        kind = param.device_mesh.device_type
-        if kind != param.device.type:
-            return torch.device(kind, torch.accelerator.current_device_index())
-    return param.device
-
-
-def is_offloaded(param: Tensor) -> bool:
-    """Whether a parameter is stepped on copies. Partitions say so, so that it is the same where all is on the CPU."""
-    return (isinstance(param, Partition) and param.offloaded) or compute_device(param) != param.device
 
 
 def _reduce(tensor: Tensor, op: Any, group: Any) -> Tensor:

@@ -18,15 +18,12 @@ from hf_emopt.checkpointing import consolidate, emitted, left_behind, loaded, on
 from hf_emopt.consolidation import keep_owned
 from hf_emopt.diagnostics import Diagnostics, Level
 from hf_emopt.distributed.assignment import make_plan
-from hf_emopt.distributed.delayed import DelayedUpdates
+from hf_emopt.distributed.delayed import DelayedUpdates, check_overlap
 from hf_emopt.distributed.layout import (
     LOST,
     Grid,
     ProcessGroupArgument,
-    UnsupportedLayoutError,
     build_grids,
-    is_sharded,
-    local_tensors,
 )
 from hf_emopt.distributed.plan import Bucket, Plan, PlannedParameter
 from hf_emopt.early_fetch import EarlyFetch
@@ -35,7 +32,7 @@ from hf_emopt.flat_checkpoints import emitted_runs, is_runs, loaded_runs
 from hf_emopt.flattened import Flattened
 from hf_emopt.groups import GroupBuilder, ParamsArgument, check_lora_options, describe_torch_group
 from hf_emopt.pairs import step_pair_bucket
-from hf_emopt.passes import finite
+from hf_emopt.passes import finite_flags
 from hf_emopt.planned import large_buckets, planned_copies, planned_matrices
 from hf_emopt.refreshing import refresh, warn_of_strangers
 from hf_emopt.routing.adapters import LoraMode
@@ -57,8 +54,6 @@ from hf_emopt.validation import (
 __all__ = ["MatrixOptimizer"]
 
 _kind_of = attrgetter("shape", "dtype", "device")
-_device_of = attrgetter("device")
-_is_sparse = attrgetter("is_sparse")
 
 
 class MatrixOptimizer(torch.optim.Optimizer):
@@ -329,7 +324,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     def _step_groups(self, among: frozenset[str] | None) -> None:
         """A step of the parameters with these names, or of all."""
-        finite_flags = self._finite_flags()  # first: a GPU looks at all numbers while the host looks at all parameters
+        checks = self.skip_nonfinite and not (self._flattened is not None and self._flattened.checked)
+        # First: a GPU looks at all numbers while the host looks at all parameters.
+        flags = finite_flags(self.param_groups, checks)
         engine = self._current_engine()
         engine.prepare()
         self._consolidated = None
@@ -340,7 +337,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
             engine.offload.begin()
             self._early.count()
         engine.observe(self._diagnostics.watch)
-        agreement = engine.begin(finite_flags, among)
+        agreement = engine.begin(flags, among)
         if engine.watch is not None:
             engine.watch.begin(engine, agreement.ok, among)
         model = self._model() if self._model is not None and among is None else None
@@ -435,29 +432,15 @@ class MatrixOptimizer(torch.optim.Optimizer):
             self._engine, self._planned_for = self._make_engine(), identity
         return self._engine
 
-    def _check_overlap(self) -> None:
-        """Refuses to put updates off where a forward pass would not wait for them."""
-        model = self._model() if self._overlaps and self._model is not None else None
-        if model is None:
-            return
-        if any(is_sharded(p) for g in self.param_groups for p in g["params"]):
-            raise UnsupportedLayoutError(
-                "overlap_param_gather=True puts off updates of parameters that every rank holds whole (DDP); sharded ones "
-                "are gathered by FSDP before a forward hook of ours could finish them: leave it out under FSDP2 and HSDP"
-            )
-        if getattr(model, "_compiled_call_impl", None) is not None or type(model).__name__ == "OptimizedModule":
-            raise UnsupportedLayoutError(
-                "overlap_param_gather=True needs forward hooks, and a compiled model has none: leave it out, or compile the "
-                "model's blocks one by one"
-            )
-
     def _identity(self) -> tuple[Any, ...]:
         # Shapes too: a wrapper may leave the Parameter and put another tensor into it.
         params = [p for g in self.param_groups for p in g["params"]]
         return (*map(id, params), *map(_kind_of, params))
 
     def _make_engine(self) -> Engine:
-        self._check_overlap()
+        model = self._model() if self._overlaps and self._model is not None else None
+        if model is not None:
+            check_overlap(model, self.param_groups)
         whole = left_behind(self)
         grids = self._grids()
         check_state_options(self.rule, self.param_groups, self.offload_state)
@@ -474,7 +457,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         )
         if whole is not None:
             keep_owned(engine, whole)
-        self._delayed.attach(self._model() if self._overlaps and self._model is not None else None)
+        self._delayed.attach(model)
         self._early.attach(engine, [route.name for route in self._routes])
         return engine
 
@@ -495,29 +478,6 @@ class MatrixOptimizer(torch.optim.Optimizer):
         if not any(self._modes.mode(n, g["tensor_parallel"]) == "blockwise" for g in groups for n in g["param_names"]):
             return {}
         return {p.name: p.units for p in self.planned_parameters(self._grids()) if p.whole_shapes}
-
-    def _finite_flags(self) -> dict[torch.device, Tensor]:
-        """For each device, a scalar that says whether all gradients there are finite; empty when not checked."""
-        given = [
-            (name, grad)
-            for group in self.param_groups
-            for name, param in zip(group["param_names"], group["params"])
-            if (grad := param.grad) is not None
-        ]
-        grads = local_tensors([grad for _, grad in given])
-        if any(map(_is_sparse, grads)):
-            name = next(name for (name, _), grad in zip(given, grads) if grad.is_sparse)
-            raise RuntimeError(f"{name} has a sparse gradient; use an embedding with sparse=False")
-        if not self.skip_nonfinite or (self._flattened is not None and self._flattened.checked):
-            return {}
-        by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
-        if len(set(map(_device_of, grads))) == 1 and all(map(Tensor.numel, grads)):
-            by_device[grads[0].device] = grads
-        else:
-            for grad in grads:
-                if grad.numel():
-                    by_device[grad.device].append(grad)
-        return {device: finite(grads, device) for device, grads in by_device.items()}
 
     # ------------------------------------------------------------------ checkpoints
 

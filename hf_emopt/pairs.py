@@ -17,10 +17,12 @@ from torch import Tensor
 
 from hf_emopt.distributed.layout import is_sharded, local_tensor
 from hf_emopt.distributed.plan import Bucket, Segment
-from hf_emopt.engine import Engine, compute_device
+from hf_emopt.engine import Engine
 from hf_emopt.groups import adapter_at
+from hf_emopt.noise import moment_noise
 from hf_emopt.parts import Workplace
 from hf_emopt.passes import Passes
+from hf_emopt.places import compute_device
 from hf_emopt.routing.adapters import Adapter
 from hf_emopt.rules.base import Group, state_dtype
 from hf_emopt.rules.pairs import Factor
@@ -145,7 +147,7 @@ def _updates(
         return updates
     present = [s.parameter for s in owned]
     kept = {s.parameter: _unit_state(engine, bucket, s) for s in owned}
-    ok, noise = engine.ok_on(messages[0].device), engine.noise(index, group, messages[0].device, 0, 1)
+    ok, noise = engine.ok_on(messages[0].device), moment_noise(index, group, messages[0].device, 0, 1)
     args = (list(kept.values()), messages[0].device, lambda name: True, state_dtype(messages[0]), group, ok, noise)
     with engine.lender.lent(("pairs", index), *args) as lent:
         states = dict(zip(kept, lent))

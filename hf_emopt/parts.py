@@ -16,9 +16,11 @@ from torch import Tensor
 
 from hf_emopt.distributed.layout import is_sharded, local_gradient, local_gradients, local_tensor, local_tensors
 from hf_emopt.distributed.plan import Bucket, Segment
-from hf_emopt.engine import Engine, compute_device, is_offloaded
+from hf_emopt.engine import Engine
 from hf_emopt.hosted import InPlace
+from hf_emopt.noise import moment_noise
 from hf_emopt.passes import Part
+from hf_emopt.places import compute_device, is_offloaded
 from hf_emopt.rules.base import Group, state_dtype
 from hf_emopt.rules.masters import needs_master
 from hf_emopt.rules.moments import is_moment, is_scale
@@ -121,7 +123,7 @@ class Workplace:
     def lent_moments(self, group: Group, ok: Tensor | None) -> AbstractContextManager[dict[int, State]]:
         """Moments, for the phase that accumulates."""
         shard = self.engine.grid_of_bucket(self.bucket).shard
-        noise = self.engine.noise(self.index, group, self.device, shard)
+        noise = moment_noise(self.index, group, self.device, shard)
         name = ("moments", self.index)
         return lent_states(self.engine, name, self.bucket, self.home, is_moment, group, ok, noise)
 

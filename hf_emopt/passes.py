@@ -6,21 +6,27 @@ exchange or the stack of matrices, and reads updates from where they arrived, so
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 from torch import Tensor
 
 from hf_emopt.distributed.exchange import Arrival, Exchange
+from hf_emopt.distributed.layout import local_tensors
 from hf_emopt.linalg.runs import Runs, all_finite, fits, runs_work
 from hf_emopt.rules.base import Group, MatrixRule
 from hf_emopt.rules.elementwise import decay_factor
 from hf_emopt.rules.masters import needs_master
 
-__all__ = ["Part", "Passes", "finite"]
+__all__ = ["Part", "Passes", "finite", "finite_flags"]
 
 State = dict[str, Tensor]
+
+_device_of = attrgetter("device")
+_is_sparse = attrgetter("is_sparse")
 
 
 def finite(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -30,6 +36,34 @@ def finite(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     # The largest absolute value overflows only where a gradient itself has, unlike a sum of squares.
     largest = torch._foreach_norm(list(tensors), ord=float("inf"))
     return torch.isfinite(torch.stack([n.float() for n in largest])).all()
+
+
+def finite_flags(groups: Sequence[Group], checks: bool = True) -> dict[torch.device, Tensor]:
+    """For each device, a scalar that says whether all gradients there are finite; empty when not checked.
+
+    Raises:
+        RuntimeError: a gradient is sparse.
+    """
+    given = [
+        (name, grad)
+        for group in groups
+        for name, param in zip(group["param_names"], group["params"])
+        if (grad := param.grad) is not None
+    ]
+    grads = local_tensors([grad for _, grad in given])
+    if any(map(_is_sparse, grads)):
+        name = next(name for (name, _), grad in zip(given, grads) if grad.is_sparse)
+        raise RuntimeError(f"{name} has a sparse gradient; use an embedding with sparse=False")
+    if not checks:
+        return {}
+    by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
+    if len(set(map(_device_of, grads))) == 1 and all(map(Tensor.numel, grads)):
+        by_device[grads[0].device] = grads
+    else:
+        for grad in grads:
+            if grad.numel():
+                by_device[grad.device].append(grad)
+    return {device: finite(grads, device) for device, grads in by_device.items()}
 
 
 @dataclass

@@ -18,10 +18,12 @@ from hf_emopt.distributed.assignment import MAX_BUCKET_NUMEL
 from hf_emopt.distributed.exchange import Exchange, Stacks
 from hf_emopt.distributed.layout import check_layout, is_sharded, local_tensor, local_tensors
 from hf_emopt.distributed.plan import Bucket, Segment
-from hf_emopt.engine import Engine, compute_device, is_offloaded
+from hf_emopt.engine import Engine
 from hf_emopt.linalg.runs import Runs, contiguous_run
+from hf_emopt.noise import moment_noise, weight_noise
 from hf_emopt.parts import AUX_PIECES, Workplace, gradients, home_states, lent_states, owned_parts
 from hf_emopt.passes import Part, Passes
+from hf_emopt.places import compute_device, is_offloaded
 from hf_emopt.rules.base import Group, state_dtype
 from hf_emopt.rules.elementwise import adamw_step, apply_updates
 from hf_emopt.rules.masters import needs_master
@@ -178,7 +180,7 @@ def conclude(
     row = {i: k for k, i in enumerate(present)}
     exchange = bucket_exchange(engine, index, bucket, present)
     everyone = len(moving) == len(present)
-    generator = engine.generator(index, group, place.device, grid.shard)
+    generator = weight_noise(index, group, place.device, grid.shard)
     if exchange is None:
         if not (everyone and passes.apply(homes, parts, updates, scales)):
             updates = _scaled(updates, scales, stacks)
@@ -273,8 +275,8 @@ def step_aux_bucket(engine: Engine, index: int, bucket: Bucket, present: Sequenc
     ok = engine.ok_on(params[0].device)
     mine = {s.parameter for s in owned}
     engine.count_step([engine.state_of(bucket, i) for i in present if i not in mine], ok)
-    generator = engine.generator(index, group, params[0].device, grid.position)
-    noise = engine.noise(index, group, params[0].device, grid.position, AUX_PIECES)
+    generator = weight_noise(index, group, params[0].device, grid.position)
+    noise = moment_noise(index, group, params[0].device, grid.position, AUX_PIECES)
     home = home_states(engine, bucket, sorted(mine))
     names, exchange = (
         [bucket.parameters[s.parameter].name for s in owned],
@@ -318,8 +320,8 @@ def _step_own_parts(engine: Engine, group_index: int, group: Group, params: list
     parts = fetched.wait()
     weights, grads, states = [p.weight for p in parts], [p.grad for p in parts], [p.state for p in parts]
     watch = engine.watch
-    ok, generator = engine.ok_on(device), engine.generator(group_index, group, device)
-    noise = engine.noise(group_index, group, device, 0, AUX_PIECES + 1 + number)
+    ok, generator = engine.ok_on(device), weight_noise(group_index, group, device)
+    noise = moment_noise(group_index, group, device, 0, AUX_PIECES + 1 + number)
     args = (device, lambda key: True, state_dtype(params[0]), group, ok, noise, fetched.early)
     with (
         engine.lender.lent(("own", group_index, number), states, *args) as lent,

@@ -14,6 +14,7 @@ from hf_emopt.distributed.exchange import Stacks
 from hf_emopt.distributed.plan import Batch, Bucket
 from hf_emopt.engine import Engine
 from hf_emopt.linalg.runs import runs_work
+from hf_emopt.noise import moment_noise
 from hf_emopt.routing.unit import Unit
 from hf_emopt.rules.base import Clock, Group, Shard
 
@@ -193,7 +194,7 @@ class Transform:
         """State of a batch while it is transformed."""
         if self.engine.lender.lends_as_kept(self.group):
             return nullcontext([storage])
-        noise = self.engine.noise(self.index, self.group, x.device, self.grid.shard, 1 + key[1])
+        noise = moment_noise(self.index, self.group, x.device, self.grid.shard, 1 + key[1])
         ok, wide = self.engine.ok_on(x.device), torch.promote_types(x.dtype, torch.float32)
         return self.engine.lender.lent(
             ("units", key), [storage], x.device, lambda name: True, wide, self.group, ok, noise

@@ -16,6 +16,7 @@ import hf_emopt
 from hf_emopt.cli import main as cli
 from hf_emopt.distributed.layout import UnsupportedLayoutError
 from hf_emopt.integrations.optim_args import parse_optim_args
+from hf_emopt.noise import moment_noise, weight_noise
 from hf_emopt.planning import estimate
 from hf_emopt.rules import moments
 from hf_emopt.rules.moments import packed_like, unpacked, update_packed
@@ -312,8 +313,8 @@ def test_stochastic_state_repeats_and_differs_from_the_weights_noise() -> None:
         train(model, optimizer, range(3))
         ends.append(kept(optimizer))
     assert_same(*ends)
-    engine, group = optimizer._current_engine(), optimizer.param_groups[0]
-    noise = [engine.noise(0, group, torch.device("cpu"))(), engine.generator(0, group, torch.device("cpu"))]
+    group = optimizer.param_groups[0]
+    noise = [moment_noise(0, group, torch.device("cpu"))(), weight_noise(0, group, torch.device("cpu"))]
     draws = [torch.randint(0, 2**16, (8,), generator=g) for g in noise]
     assert not torch.equal(*draws)
 

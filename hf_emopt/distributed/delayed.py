@@ -3,16 +3,36 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["DelayedUpdates"]
+from hf_emopt.distributed.layout import UnsupportedLayoutError, is_sharded
+
+__all__ = ["DelayedUpdates", "check_overlap"]
 
 Task = Iterator[None]
+
+
+def check_overlap(model: nn.Module, groups: Sequence[dict[str, Any]]) -> None:
+    """Refuses to put updates off where a forward pass would not wait for them.
+
+    Raises:
+        UnsupportedLayoutError: parameters of the groups are sharded, or the model is compiled as a whole.
+    """
+    if any(is_sharded(p) for group in groups for p in group["params"]):
+        raise UnsupportedLayoutError(
+            "overlap_param_gather=True puts off updates of parameters that every rank holds whole (DDP); sharded ones "
+            "are gathered by FSDP before a forward hook of ours could finish them: leave it out under FSDP2 and HSDP"
+        )
+    if getattr(model, "_compiled_call_impl", None) is not None or type(model).__name__ == "OptimizedModule":
+        raise UnsupportedLayoutError(
+            "overlap_param_gather=True needs forward hooks, and a compiled model has none: leave it out, or compile the "
+            "model's blocks one by one"
+        )
 
 
 class DelayedUpdates:
