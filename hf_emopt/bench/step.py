@@ -227,7 +227,7 @@ def measure(name: str, maker: Maker | None, settings: Settings, device: torch.de
         figures: Row = {"optimizer_name": name, "loss": loss}
         if isinstance(optimizer, MatrixOptimizer):
             optimizer.synchronize()
-            figures |= check_transforms(optimizer, run.warmup + 2 * run.steps, device)
+            figures |= check_transforms(optimizer, run.warmup + 1 + 2 * run.steps, device)
         if optimizer is not None:
             figures["state_gib"] = _largest(_state_bytes(optimizer), device) / 2**30
     return figures | summary(times, settings.tokens * run.laid.data_ranks, device, run.scheduled)
@@ -237,6 +237,7 @@ def add_profiles(
     rows: Sequence[Row], maker_of: Callable[[str], Maker | None], settings: Settings, device: torch.device
 ) -> None:
     """Adds ``profile`` to the rows of measured optimizers: where a step of a new one spends its time, by kernel and operator.
+    Where it fails, ``profile_error`` says why.
 
     Call it when all is measured: what comes after in this process is slower.
     """
@@ -244,8 +245,11 @@ def add_profiles(
         maker = maker_of(row["optimizer_name"])
         if maker is None or "step" not in row:
             continue
-        with _set(settings.environment):
-            row["profile"] = _Run(maker, settings, device).profile()
+        try:
+            with _set(settings.environment):
+                row["profile"] = _Run(maker, settings, device).profile()
+        except Exception as error:  # what has been measured is there
+            row["profile_error"] = f"{type(error).__name__}: {error}"
         clean(device)
 
 
@@ -271,11 +275,14 @@ def summary(times: Mapping[str, list[float]], tokens: int, device: torch.device,
     """
     figures: Row = {"scheduled": True} if scheduled else {}
     slowest = torch.tensor(list(times.values()), device=device)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    for key, row in zip(times, slowest.tolist()):
+    means = slowest.mean(dim=1)
+    for values in (slowest, means):
+        dist.all_reduce(values, op=dist.ReduceOp.MAX)
+    for key, row, mean in zip(times, slowest.tolist(), means.tolist()):
         figures[key] = statistics.median(row)
         figures[f"{key}_all"] = [round(t, 3) for t in row]
-        figures[f"{key}_mean"] = statistics.fmean(row)
+        # Ranks begin a whole step where they ended the one before: what one is late by makes two intervals longer.
+        figures[f"{key}_mean"] = mean if key == "step" else statistics.fmean(row)
         figures[f"{key}_max"] = max(row)
     figures["tokens_per_second"] = tokens / counted(figures) * 1e3
     if device.type == "cuda":
@@ -330,9 +337,11 @@ class _Run:
         return {"step": whole, "optimizer": optimizer, "forward_backward": forward_backward}, loss
 
     def running(self) -> list[float]:
-        """Milliseconds from the end of each step to the end of the next."""
+        """Milliseconds from the end of each step to the end of the next. The first is not counted, but what it leaves to be
+        done beside the next is."""
         clock = self.clock
         clock.now(barrier=True)
+        self.step()
         marks = [clock.mark()]
         for _ in range(self.steps):
             self.step()

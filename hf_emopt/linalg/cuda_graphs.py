@@ -7,7 +7,7 @@ caller's tensors are. Roots and bases are some hundred launches for a few sides,
 recorded by :func:`replayed`: what they read is copied, and what they give is copied.
 
 The graphs of a stream run one after another, so they share their memory, a *room*: a pool for what they make on the way, and
-a buffer for what goes in and out.
+a buffer for what goes in and out. Orthogonalizations have one, roots and bases another. Two threads must not use one stream.
 
 Nothing is recorded of problems above ``_MAX_ELEMENTS``, while somebody else records (then the kernels become part of that
 graph), with ``HF_EMOPT_DISABLE_CUDA_GRAPHS=1``, or once a recording has failed.
@@ -16,7 +16,6 @@ graph), with ``HF_EMOPT_DISABLE_CUDA_GRAPHS=1``, or once a recording has failed.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -66,30 +65,39 @@ class _Room:
 
     def __init__(self, place: Place, size: int = 0) -> None:
         self.device, self.pool = place[0], torch.cuda.graph_pool_handle()
-        self.stream = _recording_stream(place)
-        self.buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
+        # One for all: memory that one recording gives back to the pool is found again on its own stream only. And none of
+        # another room: cuBLAS keeps a workspace for each stream, in the pool of the first graph that is recorded there.
+        self.stream = _unused_stream(place[0])
+        self.buffer = self._bytes(size)
+
+    def _bytes(self, size: int) -> Tensor:
+        with torch.inference_mode(False):  # tensors made there could not be written to elsewhere
+            return torch.empty(size, dtype=torch.uint8, device=self.device)
 
     def grow(self, size: int, most: int) -> None:
         """Makes the buffer at least ``size`` bytes large. Graphs that were recorded on a smaller one keep that; by doubling,
         all of them are no more than this one, but none is larger than ``most`` or what it has to be."""
         if self.buffer.numel() < size:
-            size = max(size, min(1 << size.bit_length(), most))
-            self.buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
+            self.buffer = self._bytes(max(size, min(1 << size.bit_length(), most)))
 
     def carve(self, likes: Sequence[Tensor]) -> list[Tensor]:
         """Dense tensors of these shapes, strides and dtypes, side by side in the buffer."""
         sizes = [_room_of(x) for x in likes]
-        parts = self.buffer[: sum(sizes)].split(sizes)
-        whole = [part[: x.numel() * x.element_size()].view(x.dtype) for part, x in zip(parts, likes)]
-        return [part.as_strided(x.shape, x.stride()) for part, x in zip(whole, likes)]
+        with torch.inference_mode(False):
+            parts = self.buffer[: sum(sizes)].split(sizes)
+            whole = [part[: x.numel() * x.element_size()].view(x.dtype) for part, x in zip(parts, likes)]
+            return [part.as_strided(x.shape, x.stride()) for part, x in zip(whole, likes)]
 
 
-@functools.cache
-def _recording_stream(place: Place) -> torch.cuda.Stream:
-    """Where the graphs of a stream are recorded. One for all of them: memory that one recording gives back to the pool is
-    found again on its own stream only, and cuBLAS keeps a workspace for each stream. None for graphs of several streams:
-    these may run at one time, and a workspace is written to."""
-    return torch.cuda.Stream(place[0])
+def _unused_stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream on which no graph is recorded or runs: torch gives out 32 in turn."""
+    rooms = (*_recorded_in.values(), *_rooms.values())
+    used = {room.stream.cuda_stream for room in rooms} | {place[1] for place in (*_recorded_in, *_rooms)}
+    for _ in range(32):
+        stream = torch.cuda.Stream(device)
+        if stream.cuda_stream not in used:
+            break
+    return stream
 
 
 def _room_of(x: Tensor) -> int:
@@ -98,10 +106,10 @@ def _room_of(x: Tensor) -> int:
 
 # Before the second call the shapes of sources and result.
 _recordings: dict[Hashable, _Recording | list[Tensor]] = {}
-_recorded_in: dict[Hashable, _Room] = {}
+_recorded_in: dict[Place, _Room] = {}
 # Before the second call the shapes of the results.
 _replays: dict[Hashable, _Replay | list[Tensor]] = {}
-_rooms: dict[Hashable, _Room] = {}
+_rooms: dict[Place, _Room] = {}
 # Graphs whose recording failed. The allocator refers to them still.
 _broken: list[torch.cuda.CUDAGraph] = []
 
@@ -165,13 +173,9 @@ def recorded(
 
 
 def _record(full_key: Hashable, likes: list[Tensor], work: Callable[..., Pair], place: Place) -> _Recording | None:
-    room, size = _recorded_in.get(place), sum(map(_room_of, likes))
-    if room is None or room.buffer.numel() < size:
-        # What was recorded in a smaller room is recorded anew: after some steps there is one, of the size of the largest.
-        for key, known in _recordings.items():
-            if isinstance(known, _Recording) and key[1:] == place:  # type: ignore[index]
-                _recordings[key] = [torch.empty_like(x, device="meta") for x in (*known.sources, *known.result)]
-        room = _recorded_in[place] = _Room(place, size)
+    if place not in _recorded_in or _recorded_in[place].buffer.numel() < sum(map(_room_of, likes)):
+        _make_room(place)
+    room = _recorded_in[place]
     carved = room.carve(likes)
     sources, out = carved[:-2], (carved[-2], carved[-1])
     for source in sources:
@@ -190,6 +194,19 @@ def _record(full_key: Hashable, likes: list[Tensor], work: Callable[..., Pair], 
     return recording
 
 
+def _make_room(place: Place) -> None:
+    """A room for the largest of all shapes that have been seen on a stream. What was recorded in a smaller one will be
+    recorded anew."""
+    sizes = []
+    for key, known in _recordings.items():
+        if key[1:] == place:  # type: ignore[index]
+            tensors = known if isinstance(known, list) else [*known.sources, *known.result]
+            _recordings[key] = [torch.empty_like(x, device="meta") for x in tensors]
+            sizes.append(sum(map(_room_of, tensors)))
+    _recorded_in.pop(place, None)  # whose pool is no more, since its graphs are gone
+    _recorded_in[place] = _Room(place, max(sizes))
+
+
 def _capture(room: _Room, run: Callable[[], None], first: Tensor) -> torch.cuda.CUDAGraph | None:
     """A graph of what ``run`` launches; ``None``, and a warning, where a library does not allow it.
 
@@ -200,10 +217,10 @@ def _capture(room: _Room, run: Callable[[], None], first: Tensor) -> torch.cuda.
         first: of what is read.
     """
     device = room.device
+    room.stream.wait_stream(torch.cuda.current_stream(device))  # first, since graphs of its pool may be running
     if torch.cuda.mem_get_info(device)[0] < _NEEDED * first.numel() * first.element_size():
         torch.cuda.empty_cache()  # while it is recorded, the allocator gives nothing of its cache back
     graph = torch.cuda.CUDAGraph()
-    room.stream.wait_stream(torch.cuda.current_stream(device))
     generator = torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
     state = generator.clone_state()
     try:
@@ -215,12 +232,14 @@ def _capture(room: _Room, run: Callable[[], None], first: Tensor) -> torch.cuda.
                 run()
             finally:
                 graph.capture_end()
-    except RuntimeError as error:
+    except BaseException as error:
         # The end of a recording that failed leaves much undone: the generator and the allocator believe that it goes on.
         generator.graphsafe_set_state(state)
         with contextlib.suppress(RuntimeError, AttributeError):
             torch._C._cuda_endAllocateToPool(generator.device.index, room.pool)
         _broken.append(graph)
+        if not isinstance(error, RuntimeError):
+            raise
         logger.warning(
             "an orthogonalization or a refresh of %s could not be recorded as a CUDA graph. From now on kernels are launched "
             "one by one, which a host takes longer for; %s=1 does so from the start. The reason: %s",

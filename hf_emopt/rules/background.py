@@ -36,7 +36,9 @@ class Background:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="hf_emopt")
         if device.type != "cuda":
             return self._executor.submit(_without_gradients, function)
-        stream = self._streams.setdefault(device, torch.cuda.Stream(device))
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        stream = self._streams[device]
         stream.wait_stream(torch.cuda.current_stream(device))
 
         def on_stream() -> T:

@@ -65,7 +65,8 @@ def test_a_cpu_records_nothing() -> None:
 
 class FakeRoom(cuda_graphs._Room):
     def __init__(self, place: cuda_graphs.Place, size: int = 0) -> None:
-        self.device, self.buffer = place[0], torch.empty(size, dtype=torch.uint8)
+        self.device = place[0]
+        self.buffer = self._bytes(size)
 
 
 class FakeGraph:
@@ -87,8 +88,10 @@ def rooms(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[Any, FakeRoom]]:
     monkeypatch.setattr(cuda_graphs, "_capture", captured)
     monkeypatch.setattr(cuda_graphs, "current_stream", lambda device: 0)
     cuda_graphs.clear()
-    yield cuda_graphs._recorded_in
+    gram_newton_schulz._form_of.cache_clear()
+    yield cuda_graphs._recorded_in  # type: ignore[misc]
     cuda_graphs.clear()
+    gram_newton_schulz._form_of.cache_clear()
 
 
 STEPS = [(3.4445, -4.7750, 2.0315)] * 4
@@ -97,7 +100,7 @@ LINEAR = [STEPS[0], (1.5, -0.5, 0.0)]
 
 @pytest.mark.parametrize(
     ("steps", "restarts"),
-    [(STEPS, None), (STEPS, ()), (STEPS, (1, 3)), (STEPS[:1], None), (STEPS[:1], ()), (LINEAR, (1,))],
+    [(STEPS, None), (STEPS, ()), (STEPS, (1, 3)), (STEPS[:1], None), (STEPS[:1], ()), (LINEAR, (1,)), (LINEAR, None)],
 )
 @pytest.mark.parametrize("copied", [0, 2**23])
 def test_graphs_of_all_shapes_share_a_room(
@@ -106,7 +109,6 @@ def test_graphs_of_all_shapes_share_a_room(
     """Small shapes before large ones, wide and tall; a result is right though the next shape is worked on in the same memory,
     and the room is as large as the largest shape needs, once every shape has been recorded in it."""
     monkeypatch.setattr("hf_emopt.linalg.gram_newton_schulz._COPIED_ELEMENTS", copied)
-    gram_newton_schulz._form_of.cache_clear()
     shapes = [(2, 16, 24), (3, 40, 24), (1, 48, 96), (2, 64, 64)]
     for _ in range(4):  # launched, recorded, recorded anew in the larger room, replayed
         inputs = [torch.randn(*shape) for shape in shapes]
@@ -129,3 +131,44 @@ def test_too_many_shapes_are_forgotten(rooms: dict[Any, FakeRoom], monkeypatch: 
         iterate(torch.randn(size, 2 * size), STEPS, (2,), 1.0, torch.float32)
     assert len(cuda_graphs._recordings) == 1
     assert not rooms
+
+
+def called(*shapes: tuple[int, int]) -> None:
+    for shape in shapes:
+        x = torch.randn(shape)
+        result = iterate(x, STEPS, (2,), 1.0, torch.float32)
+        assert not result.isnan().any()
+
+
+def test_a_room_is_made_for_all_shapes_that_have_been_seen(rooms: dict[Any, FakeRoom]) -> None:
+    called((8, 16), (24, 48), (16, 32))
+    called((8, 16))
+    (room,) = rooms.values()
+    called((24, 48), (16, 32), (8, 16))
+    assert list(rooms.values()) == [room]
+    called((32, 64), (32, 64))
+    assert list(rooms.values()) != [room]
+
+
+def test_a_room_that_inference_mode_made_is_of_use_outside(rooms: dict[Any, FakeRoom]) -> None:
+    with torch.inference_mode():
+        called((16, 32), (16, 32))
+    called((8, 16), (8, 16), (8, 16), (16, 32))
+    assert len(rooms) == 1
+
+
+def test_graphs_go_on_where_there_was_no_memory_for_a_larger_room(
+    rooms: dict[Any, FakeRoom], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called((8, 16), (8, 16), (16, 32))
+
+    def full(self: FakeRoom, size: int) -> Tensor:
+        raise torch.OutOfMemoryError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeRoom, "_bytes", full)
+        with pytest.raises(torch.OutOfMemoryError):
+            called((16, 32))
+    assert not rooms  # the pool of the smaller one has lost its graphs
+    called((16, 32), (8, 16), (8, 16))
+    assert len(rooms) == 1
