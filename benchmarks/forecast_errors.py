@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -82,6 +83,9 @@ PRESENT_PLANS = (
 )  # fmt: skip
 """Measured since matrices of one shape lie together in a plan and one process has buckets of twice the size; products of
 factors in float16. Before, a plan followed names among matrices of one cost, and those products were in TF32."""
+EVEN_PLANS: tuple[str, ...] = ()
+"""Measured since matrices of one shape are cut evenly; before, buckets were filled one after another. All are in
+:data:`PRESENT_PLANS` too."""
 FITTED_FILES = (
     "step_ddp_1.1b_2xh200", "refresh_2048_h200", "step_fsdp2_1.1b_2xh200_1946bf8", "step_ddp_1.1b_2xh200_1946bf8",
     "step_single_1.1b_h200_5d3ec2d_profile", "step_single_1.1b_h200_226d713_shampoo", "step_fsdp2_tp_1.1b_4xh200_4b21a19",
@@ -157,21 +161,31 @@ def _in_order_of_names(parameter: Any) -> tuple[Any, ...]:
     return parameter.group, -parameter.cost, parameter.name
 
 
+def _one_after_another(
+    chunks: Callable[..., Any], most: int, members: Any, sizes: assignment.BucketSizes, by_shape: bool = True
+) -> Any:
+    """Buckets that are filled whatever their matrices' shapes."""
+    return chunks(members, assignment.BucketSizes(min(sizes.together, most), most), by_shape=False)
+
+
 @contextlib.contextmanager
 def as_measured(path: Path) -> Iterator[None]:
     """The kernels and the plan that a stored file was measured with."""
-    before, place, largest = os.environ.get(TABLE_VARIABLE), assignment._place, assignment.bucket_numel
+    before, place, chunks = os.environ.get(TABLE_VARIABLE), assignment._place, assignment._chunks
     if path.stem not in PRESENT_KERNELS:
         os.environ[TABLE_VARIABLE] = str(RESULTS / "kernel_table_h200_c800a30.json")
     if path.stem not in PRESENT_PLANS:
-        assignment._place, assignment.bucket_numel = _in_order_of_names, lambda large=False: largest()
+        assignment._place = _in_order_of_names
+    if path.stem not in EVEN_PLANS:
+        large = path.stem in PRESENT_PLANS
+        assignment._chunks = functools.partial(_one_after_another, chunks, assignment.MAX_BUCKET_NUMEL * (1 + large))
     # What was chosen from one table is not what the other has.
     configs.choose.cache_clear()
     try:
         yield
     finally:
         configs.choose.cache_clear()
-        assignment._place, assignment.bucket_numel = place, largest
+        assignment._place, assignment._chunks = place, chunks
         os.environ.pop(TABLE_VARIABLE, None)
         if before is not None:
             os.environ[TABLE_VARIABLE] = before

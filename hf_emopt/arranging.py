@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_emopt.distributed.assignment import bucket_numel
+from hf_emopt.distributed.assignment import MAX_BUCKET_NUMEL, bucket_sizes
 from hf_emopt.distributed.layout import Grid, takes_all_ranks
 from hf_emopt.distributed.plan import PlannedParameter
 from hf_emopt.distributed.tensor_parallel import (
@@ -213,7 +213,7 @@ def _options(c: _Candidate, rule: MatrixRule, slowdown: float, alike: int) -> di
     p, k = c.parameter, c.cut.size
     world = p.storage.world_size
     columns = world // k
-    in_bucket = max(1.0, min(alike, bucket_numel(rule.scheduled) * p.storage.shards / p.numel))
+    in_bucket = max(1.0, min(alike, bucket_sizes(alike=2 * MAX_BUCKET_NUMEL).alike * p.storage.shards / p.numel))
     moved = 2 * p.numel / world * (p.storage.shards - 1) / p.storage.shards * c.wire_bytes
     if p.is_local:  # whole experts: nothing to choose
         moved, in_bucket = 0.0, math.inf

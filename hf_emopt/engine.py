@@ -38,9 +38,9 @@ from hf_emopt.distributed.slots import Matrix, matrix_of, plan_slots
 from hf_emopt.hosted import Fetched, InPlace
 from hf_emopt.kept_states import KeptStates
 from hf_emopt.offload import StateOffload
-from hf_emopt.passes import Part
+from hf_emopt.passes import Gradients, Part
 from hf_emopt.places import compute_device, is_offloaded, part_of
-from hf_emopt.planned import large_buckets
+from hf_emopt.planned import planned_sizes
 from hf_emopt.rules.background import Beside
 from hf_emopt.rules.base import Group, MatrixRule, state_dtype
 from hf_emopt.state import is_shaped
@@ -88,8 +88,10 @@ class Engine:
         # As planned: wrappers put other parameters into groups, and state is found under those it was made for.
         self.params = [list(group["params"]) for group in groups]
         self.transport_dtype = transport_dtype
-        large = large_buckets(rule.scheduled, groups, offloads, self.world_size)
-        self.plan: Plan = make_plan(matrices, forward_order=forward_order, large=large)
+        self.world_size = max((grid.world_size for grid in grids.values()), default=1)
+        """Ranks that share any parameter."""
+        sizes = planned_sizes(rule.scheduled, groups, offloads, self.world_size)
+        self.plan: Plan = make_plan(matrices, sizes, forward_order)
         self.aux_plan: Plan = make_plan(others, forward_order=forward_order)
         self.transform_count = 0
         self.unit_states: dict[tuple[int, int], State] = {}
@@ -122,11 +124,6 @@ class Engine:
         """Measures the steps, where somebody wants to know."""
 
     # ------------------------------------------------------------------ ranks
-
-    @property
-    def world_size(self) -> int:
-        """Ranks that share any parameter."""
-        return max((grid.world_size for grid in self.grids.values()), default=1)
 
     def prepare(self) -> None:
         """Everything that ranks do together before their first step; once, and in the same order on all.
@@ -199,17 +196,16 @@ class Engine:
 
         self.exchange = timed  # type: ignore[method-assign]
 
-    def begin(self, finite: dict[torch.device, Tensor], among: frozenset[str] | None = None) -> Agreement:
+    def begin(self, gradients: Gradients, among: frozenset[str] | None = None) -> Agreement:
         """Settles whether this step counts and which parameters take part.
 
         Args:
-            finite: for each device, whether all gradients on it are finite; empty when not checked.
+            gradients: what this rank has.
             among: names of the parameters that this step is about; ``None`` for all.
         """
         self._follow_periods()
-        present = frozenset([name for name, p in self._named() if p.grad is not None])
-        flag = None
-        for device_flag in finite.values():
+        present, flag = gradients.present, None
+        for device_flag in gradients.finite.values():
             flag = device_flag if flag is None else flag & device_flag.to(flag.device)
         council = self._council_of(among)
         if self.watch is None or council.group is None:

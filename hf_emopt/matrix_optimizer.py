@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from hf_emopt.arranging import Choice, ModeOverrides, describe
 from hf_emopt.checkpointing import consolidate, emitted, left_behind, loaded, only_initializes
@@ -32,8 +33,8 @@ from hf_emopt.flat_checkpoints import emitted_runs, is_runs, loaded_runs
 from hf_emopt.flattened import Flattened
 from hf_emopt.groups import GroupBuilder, ParamsArgument, check_lora_options, describe_torch_group
 from hf_emopt.pairs import step_pair_bucket
-from hf_emopt.passes import finite_flags
-from hf_emopt.planned import large_buckets, planned_copies, planned_matrices
+from hf_emopt.passes import look_at_gradients
+from hf_emopt.planned import planned_copies, planned_matrices, planned_sizes
 from hf_emopt.refreshing import refresh, warn_of_strangers
 from hf_emopt.routing.adapters import LoraMode
 from hf_emopt.routing.route import ParameterRoute, RouteTable, coverage_warning
@@ -264,8 +265,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def _plan_anew(self) -> Plan:
         grids = self._grids()
         world = max((grid.world_size for grid in grids.values()), default=1)
-        large = large_buckets(self.rule.scheduled, self.param_groups, self.offload_state is not None, world)
-        return make_plan(self.planned_parameters(grids), large=large)
+        sizes = planned_sizes(self.rule.scheduled, self.param_groups, self.offload_state is not None, world)
+        return make_plan(self.planned_parameters(grids), sizes)
 
     def _as_built(self) -> AbstractContextManager[None]:
         """Inside, groups have all parameters, also where a wrapper has put flat tensors in their place."""
@@ -326,7 +327,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         """A step of the parameters with these names, or of all."""
         checks = self.skip_nonfinite and not (self._flattened is not None and self._flattened.checked)
         # First: a GPU looks at all numbers while the host looks at all parameters.
-        flags = finite_flags(self.param_groups, checks)
+        gradients = look_at_gradients(self.param_groups, checks)
         engine = self._current_engine()
         engine.prepare()
         self._consolidated = None
@@ -337,7 +338,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
             engine.offload.begin()
             self._early.count()
         engine.observe(self._diagnostics.watch)
-        agreement = engine.begin(flags, among)
+        agreement = engine.begin(gradients, among)
         if engine.watch is not None:
             engine.watch.begin(engine, agreement.ok, among)
         model = self._model() if self._model is not None and among is None else None
@@ -353,25 +354,34 @@ class MatrixOptimizer(torch.optim.Optimizer):
         others = self._tasks(engine.aux_plan, step_aux_bucket, groups)
         matrices = self._tasks(engine.plan, step_bucket, groups)
         names = agreement.present - engine.shared_aux
-        own = [
-            task
-            for index, group in enumerate(self.param_groups)
-            if group["kind"] == "aux"
-            for task in step_own_aux(engine, index, group, names)
-        ]
+
+        def own() -> list[Task]:
+            return [
+                task
+                for index, group in enumerate(self.param_groups)
+                if group["kind"] == "aux"
+                for task in step_own_aux(engine, index, group, names)
+            ]
+
         if self._overlaps and engine.world_size > 1:
-            pipeline(own)
+            pipeline(own())
             tasks = [*others, *matrices]  # the embedding, which a forward pass needs first, is among the others
             self._delayed.begin((task, [engine.parameter(b, i) for i in engine.present(b)]) for task, b in tasks)
         else:
             self._run(engine, matrices, [task for task, _ in others], own)
         engine.finish_copies()
 
-    def _run(self, engine: Engine, matrices: list[tuple[Task, Bucket]], others: list[Task], own: list[Task]) -> None:
+    def _run(
+        self,
+        engine: Engine,
+        matrices: list[tuple[Task, Bucket]],
+        others: list[Task],
+        own: Callable[[], list[Task]],
+    ) -> None:
         """All tasks of a step that ends at once.
 
         Args:
-            others: what is stepped element by element and shared out; ``own`` what each rank steps for itself.
+            others: what is stepped element by element and shared out; ``own`` makes what each rank steps for itself.
         """
         engine.begin_tasks(undisturbed=self._diagnostics.watch is None)  # which reads the state of each bucket
         stay_open = False
@@ -379,12 +389,13 @@ class MatrixOptimizer(torch.optim.Optimizer):
             if engine.offload is not None:
                 # The first pieces that leave make room for others, and those of matrices are smaller than an embedding's:
                 # what needs no exchange goes last.
-                pipeline([*others, *[task for task, _ in matrices], *own])
+                pipeline([*others, *[task for task, _ in matrices], *own()])
             else:
                 # Ranks need not have the same gradients in a bucket of which nothing travels, and the order of others'
                 # collectives must not follow from it.
                 alone = [task for task, bucket in matrices if bucket.communication_free]
-                pipeline([task for task, bucket in matrices if not bucket.communication_free], [*others, *own, *alone])
+                first = [task for task, bucket in matrices if not bucket.communication_free]
+                pipeline(first, lambda: [*others, *own(), *alone])
             stay_open = self._flattened is None  # flat parameters and their state are somebody else's between steps
         finally:
             engine.end_tasks(stay_open)
@@ -435,7 +446,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def _identity(self) -> tuple[Any, ...]:
         # Shapes too: a wrapper may leave the Parameter and put another tensor into it.
         params = [p for g in self.param_groups for p in g["params"]]
-        return (*map(id, params), *map(_kind_of, params))
+        # A DTensor's layout says all three, is one object as long as nothing is swapped, and takes a tenth of the time.
+        return (*map(id, params), *(p._spec if type(p) is DTensor else _kind_of(p) for p in params))
 
     def _make_engine(self) -> Engine:
         model = self._model() if self._overlaps and self._model is not None else None

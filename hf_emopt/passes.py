@@ -21,7 +21,7 @@ from hf_emopt.rules.base import Group, MatrixRule
 from hf_emopt.rules.elementwise import decay_factor
 from hf_emopt.rules.masters import needs_master
 
-__all__ = ["Part", "Passes", "finite", "finite_flags"]
+__all__ = ["Gradients", "Part", "Passes", "finite", "look_at_gradients"]
 
 State = dict[str, Tensor]
 
@@ -38,8 +38,25 @@ def finite(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     return torch.isfinite(torch.stack([n.float() for n in largest])).all()
 
 
-def finite_flags(groups: Sequence[Group], checks: bool = True) -> dict[torch.device, Tensor]:
-    """For each device, a scalar that says whether all gradients there are finite; empty when not checked.
+@dataclass(frozen=True)
+class Gradients:
+    """What a step finds out about its gradients before anything else.
+
+    Attributes:
+        present: names of the parameters that have one.
+        finite: for each device, a scalar bool there that says whether all numbers are finite; empty when not checked.
+    """
+
+    present: frozenset[str]
+    finite: dict[torch.device, Tensor]
+
+
+def look_at_gradients(groups: Sequence[Group], checks: bool = True) -> Gradients:
+    """Whose gradients there are, and a device's look at their numbers, which it has begun when this returns.
+
+    Args:
+        groups: parameter groups of the optimizer.
+        checks: whether the numbers are looked at.
 
     Raises:
         RuntimeError: a gradient is sparse.
@@ -50,12 +67,13 @@ def finite_flags(groups: Sequence[Group], checks: bool = True) -> dict[torch.dev
         for name, param in zip(group["param_names"], group["params"])
         if (grad := param.grad) is not None
     ]
+    present = frozenset([name for name, _ in given])
     grads = local_tensors([grad for _, grad in given])
     if any(map(_is_sparse, grads)):
         name = next(name for (name, _), grad in zip(given, grads) if grad.is_sparse)
         raise RuntimeError(f"{name} has a sparse gradient; use an embedding with sparse=False")
     if not checks:
-        return {}
+        return Gradients(present, {})
     by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
     if len(set(map(_device_of, grads))) == 1 and all(map(Tensor.numel, grads)):
         by_device[grads[0].device] = grads
@@ -63,7 +81,7 @@ def finite_flags(groups: Sequence[Group], checks: bool = True) -> dict[torch.dev
         for grad in grads:
             if grad.numel():
                 by_device[grad.device].append(grad)
-    return {device: finite(grads, device) for device, grads in by_device.items()}
+    return Gradients(present, {device: finite(grads, device) for device, grads in by_device.items()})
 
 
 @dataclass

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_emopt.arranging import Choice, ModeOverrides, arrange
+from hf_emopt.distributed.assignment import MAX_BUCKET_NUMEL, BucketSizes, bucket_sizes
 from hf_emopt.distributed.layout import (
     Grid,
     Storage,
@@ -24,7 +25,7 @@ from hf_emopt.groups import adapter_at, unpack_units
 from hf_emopt.routing.unit import Unit
 from hf_emopt.rules.base import Group, MatrixRule
 
-__all__ = ["large_buckets", "planned_copies", "planned_matrices"]
+__all__ = ["planned_copies", "planned_matrices", "planned_sizes"]
 
 
 def planned_matrices(
@@ -116,15 +117,23 @@ def planned_copies(groups: Sequence[Group], grids: dict[str, Grid]) -> list[Plan
     return planned
 
 
-def large_buckets(scheduled: bool, groups: Sequence[Group], offloads: bool, world_size: int) -> bool:
-    """Whether buckets have twice the elements.
+def planned_sizes(scheduled: bool, groups: Sequence[Group], offloads: bool, world_size: int) -> BucketSizes:
+    """How large an optimizer's buckets are.
 
     The matrices of a batch fill a GPU better the more they are, and the host is done sooner. In one process nothing has to
-    travel beside the mathematics; and a bucket of a rule with factors takes the host longer than its exchange takes. Not
-    where state is copied to be used, which takes memory by the bucket's size.
+    travel beside the mathematics; and a bucket of a rule with factors takes the host longer than its exchange takes. Where
+    something travels, buckets are large for the sake of even batches alone. They are small where state is copied to be used,
+    which takes memory by the bucket's size.
+
+    Args:
+        scheduled: whether the rule has factors that are refreshed by a schedule.
+        groups: parameter groups of the optimizer, or anything with their options.
     """
     kinds = {group.get(key, "float32") for group in groups for key in ("state_dtype", "factor_storage")}
-    return (world_size == 1 or scheduled) and not offloads and kinds == {"float32"}
+    if offloads or kinds != {"float32"}:
+        return bucket_sizes()
+    large = 2 * MAX_BUCKET_NUMEL
+    return bucket_sizes(large if world_size == 1 or scheduled else MAX_BUCKET_NUMEL, large)
 
 
 def _shard_cost(rule: MatrixRule, shape: tuple[int, int], group: Group, k: int) -> int:

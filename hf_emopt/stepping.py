@@ -7,7 +7,7 @@ with other buckets meanwhile, always in the same order on every rank. Where noth
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hf_emopt.distributed.assignment import MAX_BUCKET_NUMEL
 from hf_emopt.distributed.exchange import Exchange, Stacks
-from hf_emopt.distributed.layout import check_layout, is_sharded, local_tensor, local_tensors
+from hf_emopt.distributed.layout import is_sharded, local_tensor, local_tensors
 from hf_emopt.distributed.plan import Bucket, Segment
 from hf_emopt.engine import Engine
 from hf_emopt.linalg.runs import Runs, contiguous_run
@@ -48,7 +48,7 @@ State = dict[str, Tensor]
 _AHEAD = 2
 
 
-def pipeline(tasks: Sequence[Task], fillers: Sequence[Task] = ()) -> None:
+def pipeline(tasks: Sequence[Task], fillers: Callable[[], Sequence[Task]] = tuple) -> None:
     """Runs tasks so that each collective has the mathematics of other buckets to hide behind.
 
     A task begins, then those begun before it go on by one stage each, latest first: so the next bucket's bytes are on
@@ -56,8 +56,9 @@ def pipeline(tasks: Sequence[Task], fillers: Sequence[Task] = ()) -> None:
 
     Args:
         tasks: begin in this order.
-        fillers: keep a host for longer than a GPU. They begin as soon as the GPU has the products of a task to do, and bring
-            forward no others, since a next task's bytes are to be on their way before. Then they go on after each task.
+        fillers: makes tasks that keep a host for longer than a GPU. They are made, and begin, as soon as the GPU has the
+            products of a task to do, and bring forward no others, since a next task's bytes are to be on their way before.
+            Then they go on after each task.
     """
     begun: deque[Task] = deque()
     waiting: deque[Task] = deque()
@@ -66,9 +67,9 @@ def pipeline(tasks: Sequence[Task], fillers: Sequence[Task] = ()) -> None:
         _advance(begun)
         _advance(waiting)
         if number == _AHEAD - 1:
-            waiting = _begun(fillers)
+            waiting = _begun(fillers())
     if len(tasks) < _AHEAD:
-        waiting = _begun(fillers)
+        waiting = _begun(fillers())
     while begun or waiting:
         _advance(begun)
         _advance(waiting)
@@ -299,7 +300,6 @@ def step_own_aux(engine: Engine, group_index: int, group: Group, present: frozen
     alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for name, param in zip(group["param_names"], group["params"]):
         if name in present and param.grad is not None:
-            check_layout(name, param, ())
             alike[param.device, param.dtype].append(param)
     copied = engine.offload is not None or group["state_dtype"] != "float32"
     tasks: list[Task] = []

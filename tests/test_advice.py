@@ -59,11 +59,12 @@ def names(optim: str, settings: Settings, world: int = 2) -> list[str]:
 
 
 def test_what_is_offered() -> None:
-    half, twice = "HF_EMOPT_MAX_BUCKET_NUMEL=33554432", "HF_EMOPT_MAX_BUCKET_NUMEL=134217728"
+    half, twice = "HF_EMOPT_MAX_BUCKET_NUMEL=67108864", "HF_EMOPT_MAX_BUCKET_NUMEL=268435456"
     assert names("muon", Settings(layout="ddp")) == [half, twice, "overlap_param_gather=True", "layout fsdp2"]
     assert names("muon", Settings(layout="fsdp2")) == [half, twice, "layout ddp"]
-    alone = ["HF_EMOPT_MAX_BUCKET_NUMEL=67108864", "HF_EMOPT_MAX_BUCKET_NUMEL=268435456"]
-    assert names("muon", Settings(layout="single"), 1) == alone
+    assert names("muon", Settings(layout="single"), 1) == [half, twice]
+    narrow = Settings(layout="single", options={"state_dtype": "bfloat16"})
+    assert names("muon", narrow, 1)[0] == "HF_EMOPT_MAX_BUCKET_NUMEL=33554432"
     assert names("soap", Settings(layout="fsdp2"))[-2:] == [
         "refresh=synchronous", "refresh=async, matmul_precision=highest",
     ]  # fmt: skip

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import random
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 
 from hf_emopt import SOAP, Muon
-from hf_emopt.distributed.assignment import assign_owners, make_plan
+from hf_emopt.distributed.assignment import BucketSizes, assign_owners, make_plan
 from hf_emopt.distributed.layout import Storage
 from hf_emopt.distributed.plan import PlannedParameter
 from hf_emopt.matrix_optimizer import MatrixOptimizer
-from hf_emopt.planned import large_buckets
+from hf_emopt.planned import planned_sizes
 from hf_emopt.routing.unit import Unit
 
 
@@ -38,7 +40,7 @@ def test_the_plan_depends_on_names_shapes_and_costs_only() -> None:
 
 def test_every_unit_is_planned_exactly_once() -> None:
     members = parameters()
-    plan = make_plan(members, max_bucket_numel=5000)
+    plan = make_plan(members, BucketSizes(5000, 5000))
     planned = [p.name for b in plan.buckets for p in b.parameters]
     assert sorted(planned) == sorted(p.name for p in members)
     assert all(b.numel <= 5000 for b in plan.buckets)
@@ -46,7 +48,7 @@ def test_every_unit_is_planned_exactly_once() -> None:
 
 
 def test_a_parameter_larger_than_a_bucket_gets_one_of_its_own() -> None:
-    plan = make_plan(parameters(4), max_bucket_numel=10)
+    plan = make_plan(parameters(4), BucketSizes(10, 10))
     assert [len(b.parameters) for b in plan.buckets] == [1] * 4
 
 
@@ -114,8 +116,56 @@ def test_matrices_of_one_shape_lie_together() -> None:
         members.append(
             PlannedParameter(f"{i}", 0, i, (Unit.whole(shape),), (8 * 8 * 24,), "f32", Storage.whole(shape, 1))
         )
-    plan = make_plan(members, max_bucket_numel=3 * 8 * 24)
+    plan = make_plan(members, BucketSizes(*2 * (3 * 8 * 24,)))
     assert [[p.storage.shape for p in b.parameters] for b in plan.buckets] == [[(8, 24)] * 3, [(24, 8)] * 3]
+
+
+LARGE, SMALL = 2**27, 2**26
+DOWN, UP, SQUARE, KEY = (2048, 5632), (5632, 2048), (2048, 2048), (256, 2048)
+
+
+@pytest.mark.parametrize(
+    ("world", "sizes", "expected"),
+    [
+        (1, (LARGE, LARGE), [{DOWN: 11}, {DOWN: 11}, *4 * [{UP: 11}], {SQUARE: 22}, {SQUARE: 22, KEY: 44}]),
+        (2, (SMALL, LARGE), [{DOWN: 22}, {UP: 22}, {UP: 22}, {SQUARE: 44}, {KEY: 44}]),
+        (2, (SMALL, SMALL), [{DOWN: 11}, {DOWN: 11}, *4 * [{UP: 11}], {SQUARE: 22}, {SQUARE: 22, KEY: 44}]),
+        (4, (SMALL, LARGE), [{DOWN: 22}, {UP: 44}, {SQUARE: 44, KEY: 44}]),
+        (8, (SMALL, LARGE), [{DOWN: 22}, {UP: 44}, {SQUARE: 44, KEY: 44}]),
+        (16, (SMALL, LARGE), [{DOWN: 22, UP: 44, SQUARE: 44, KEY: 44}]),
+    ],
+)
+def test_matrices_of_one_shape_are_cut_evenly(
+    world: int, sizes: tuple[int, int], expected: list[dict[tuple[int, int], int]]
+) -> None:
+    """Those of a Llama of 1.1 B. No bucket ends with a few of another shape, which would leave most of a GPU idle."""
+    members = [
+        PlannedParameter(
+            f"{shape}.{i}",
+            0,
+            i,
+            (Unit.whole(shape),),
+            (math.prod(shape) * min(shape),),
+            "f32",
+            Storage.sharded(shape, world),
+        )
+        for shape, count in ((UP, 44), (DOWN, 22), (KEY, 44), (SQUARE, 44))
+        for i in range(count)
+    ]
+    plan = make_plan(members, BucketSizes(*sizes))
+    assert [Counter(p.storage.shape for p in bucket.parameters) for bucket in plan.buckets] == expected
+    assert all(bucket.numel <= world * sizes[1] for bucket in plan.buckets)
+
+
+def test_in_the_order_of_the_model_shapes_alternate() -> None:
+    members = [
+        PlannedParameter(f"{i}", 0, i, (Unit.whole(shape),), (1,), "f32", Storage.whole(shape, 1))
+        for i, shape in enumerate([(8, 24), (24, 8), (8, 8)] * 4)
+    ]
+    plan = make_plan(members, BucketSizes(448, 896), forward_order=True)
+    assert [[p.name for p in b.parameters] for b in plan.buckets] == [
+        [str(i) for i in range(k, k + 3)] for k in range(0, 12, 3)
+    ]
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -125,23 +175,28 @@ def test_large_buckets_have_twice_the_elements(world: int) -> None:
         PlannedParameter(f"{i}", 0, i, (Unit.whole((side, side)),), (1,), "f32", Storage.sharded((side, side), world))
         for i in range(16 * world)
     ]
-    assert [len(make_plan(members, large=large).buckets) for large in (False, True)] == [4, 2]
+    sizes = (BucketSizes(), BucketSizes(SMALL, LARGE), BucketSizes(LARGE, LARGE))
+    assert [len(make_plan(members, size).buckets) for size in sizes] == [4, 2, 2]
 
 
-def test_which_optimizers_have_large_buckets() -> None:
+def test_how_large_the_buckets_of_an_optimizer_are() -> None:
     """Copies of narrow state and the room of what is offloaded grow with the bucket."""
     model = torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False))
 
-    def large(cls: type[MatrixOptimizer] = Muon, world: int = 1, **options: Any) -> bool:
+    def sizes(cls: type[MatrixOptimizer] = Muon, world: int = 1, **options: Any) -> tuple[int, int]:
         optimizer = cls(model, **options)
-        return large_buckets(
+        return planned_sizes(
             optimizer.rule.scheduled, optimizer.param_groups, optimizer.offload_state is not None, world
         )
 
-    assert large()
-    assert not large(world=2)
-    assert large(SOAP)
-    assert large(SOAP, world=2)
-    assert not large(state_dtype="bfloat16")
-    assert not large(offload_state="cpu")
-    assert not large(SOAP, factor_storage="packed")
+    assert sizes() == (LARGE, LARGE)
+    assert sizes(world=2) == (SMALL, LARGE)
+    assert sizes(SOAP) == sizes(SOAP, world=2) == (LARGE, LARGE)
+    for optimizer, options in ((Muon, {"state_dtype": "bfloat16"}), (Muon, {"offload_state": "cpu"})):
+        assert sizes(optimizer, **options) == (SMALL, SMALL)
+    assert sizes(SOAP, factor_storage="packed") == (SMALL, SMALL)
+
+
+def test_the_environment_decides_for_every_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_EMOPT_MAX_BUCKET_NUMEL", "300")
+    assert planned_sizes(False, [{}], False, 2) == planned_sizes(True, [{}], True, 1) == (300, 300)

@@ -300,15 +300,15 @@ def test_the_stages_of_tasks_in_the_order_of_their_bytes_and_products() -> None:
             if stage + 1 < stages:
                 yield
 
-    pipeline([task(name, 3) for name in "abcd"], [task("e", 2), task("f", 1)])
+    pipeline([task(name, 3) for name in "abcd"], lambda: [task("e", 2), task("f", 1)])
     assert " ".join(done) == "a0 b0 a1 e0 f0 c0 b1 a2 e1 d0 c1 b2 d1 c2 d2"
 
     done.clear()
-    pipeline([task("a", 3)], [task("e", 2)])
+    pipeline([task("a", 3)], lambda: [task("e", 2)])
     assert " ".join(done) == "a0 e0 a1 e1 a2"
 
     done.clear()
-    pipeline([], [task("e", 2), task("f", 2)])
+    pipeline([], lambda: [task("e", 2), task("f", 2)])
     assert sorted(done) == ["e0", "e1", "f0", "f1"]
 
 

@@ -15,8 +15,8 @@ import torch
 
 from hf_emopt.bench.step import Maker, Row, Settings, attempt, counted
 from hf_emopt.bench.step_optimizers import MATRIX_OPTIMIZERS
-from hf_emopt.distributed.assignment import BUCKET_VARIABLE, bucket_numel
-from hf_emopt.planned import large_buckets
+from hf_emopt.distributed.assignment import BUCKET_VARIABLE
+from hf_emopt.planned import planned_sizes
 
 __all__ = ["Alternative", "Verdict", "alternatives", "compare", "exposed_share", "measure_alternatives", "report"]
 
@@ -90,9 +90,9 @@ def alternatives(name: str, settings: Settings, world_size: int, device: torch.d
 
     factors = name in ("soap", "shampoo", "kl_shampoo")
     offloads = settings.options.get("offload_state") is not None
-    large = large_buckets(factors, [dict(settings.options)], offloads, world_size)
+    largest = planned_sizes(factors, [dict(settings.options)], offloads, world_size).alike
     for factor in (0.5, 2.0):
-        numel = str(int(bucket_numel(large) * factor))
+        numel = str(int(largest * factor))
         environment = {**settings.environment, BUCKET_VARIABLE: numel}
         found.append(Alternative(f"{BUCKET_VARIABLE}={numel}", replace(settings, environment=environment)))
     if settings.layout == "ddp" and world_size > 1 and name != "muon-overlap":

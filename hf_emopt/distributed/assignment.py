@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from hf_emopt.distributed.layout import full_box
 from hf_emopt.distributed.plan import Bucket, Plan, PlannedParameter
 from hf_emopt.distributed.segments import Cut, Segment
 
-__all__ = ["assign_owners", "bucket_numel", "make_plan", "recut"]
+__all__ = ["BucketSizes", "assign_owners", "bucket_sizes", "make_plan", "recut"]
 
 MAX_BUCKET_NUMEL = 2**26
 """Elements of a bucket for each rank (256 MiB in float32): enough to fill a GPU, small beside the parameters."""
@@ -40,38 +41,46 @@ def assign_owners(costs: dict[str, int], world_size: int) -> dict[str, int]:
     return owners
 
 
-def bucket_numel(large: bool = False) -> int:
-    """Elements of a bucket for each rank: the environment's :data:`BUCKET_VARIABLE`, else :data:`MAX_BUCKET_NUMEL`.
+class BucketSizes(NamedTuple):
+    """Most elements of a bucket, for each rank; a larger parameter gets one of its own.
 
-    Args:
-        large: twice :data:`MAX_BUCKET_NUMEL`.
+    Attributes:
+        together: matrices of several shapes share a bucket up to here.
+        alike: matrices of one shape that are more than ``together`` are cut into as few even parts as stay below this. A
+            product of many matrices leaves less of a GPU idle than two products of half as many, and one of the few that a
+            bucket has over, beside others, leaves most of it idle.
+    """
+
+    together: int = MAX_BUCKET_NUMEL
+    alike: int = MAX_BUCKET_NUMEL
+
+
+def bucket_sizes(together: int = MAX_BUCKET_NUMEL, alike: int = MAX_BUCKET_NUMEL) -> BucketSizes:
+    """These, or both as the environment's :data:`BUCKET_VARIABLE` says.
 
     Raises:
         ValueError: when the variable is not a number above 0.
     """
     given = os.environ.get(BUCKET_VARIABLE, "")
     if not given:
-        return MAX_BUCKET_NUMEL * (2 if large else 1)
+        return BucketSizes(together, alike)
     if not given.isdigit() or int(given) == 0:
         raise ValueError(f"{BUCKET_VARIABLE}={given!r} must be a whole number above 0, or unset for the usual one")
-    return int(given)
+    return BucketSizes(int(given), int(given))
 
 
 def make_plan(
     parameters: Sequence[PlannedParameter],
-    max_bucket_numel: int | None = None,
+    sizes: BucketSizes | None = None,
     forward_order: bool = False,
-    large: bool = False,
 ) -> Plan:
     """The plan for these parameters.
 
     Args:
         parameters: matrix parameters; or others, without units, whose cost is their size.
-        max_bucket_numel: a bucket is closed before a rank's part exceeds this; a larger parameter gets one of its own.
-            ``None`` for :func:`bucket_numel`.
+        sizes: of buckets; ``None`` for :func:`bucket_sizes`.
         forward_order: buckets follow the order of ``parameters`` (the model's) instead of falling cost, so that what the
             next forward needs first is ready first.
-        large: see :func:`bucket_numel`.
     """
     ordered = sorted(parameters, key=_place)
     ranks = sorted({rank for p in parameters for row in p.storage.ranks for rank in row})
@@ -85,9 +94,9 @@ def make_plan(
         key = (parameter.group, parameter.tag, storage.ranks, storage.shards, paired, parameter.is_local, keeps, mode)
         alike.setdefault(key, []).append(parameter)
     buckets = []
-    limit = bucket_numel(large) if max_bucket_numel is None else max_bucket_numel
+    sizes = bucket_sizes() if sizes is None else sizes
     for (*_, local, keeps, _), members in alike.items():
-        for chunk in _chunks(members, limit):
+        for chunk in _chunks(members, sizes, by_shape=not forward_order):
             segments = tuple(replace(s, parameter=i) for i, p in enumerate(chunk) for s in owned[p.name])
             buckets.append(Bucket(chunk[0].group, tuple(chunk), segments, bool(local), bool(keeps)))
     return Plan(tuple(buckets), tuple(ranks) or (0,))
@@ -98,21 +107,45 @@ def _place(parameter: PlannedParameter) -> tuple[Any, ...]:
     return parameter.group, -parameter.cost, parameter.storage.shape, parameter.name
 
 
-def _chunks(members: Sequence[PlannedParameter], limit: int) -> list[list[PlannedParameter]]:
-    together: dict[str, list[PlannedParameter]] = {}
+def _chunks(
+    members: Sequence[PlannedParameter], sizes: BucketSizes, by_shape: bool = True
+) -> list[list[PlannedParameter]]:
+    """Members of each bucket, in their order; both factors of a pair in one.
+
+    Args:
+        by_shape: matrices of one shape, which follow each other, are kept together and cut evenly.
+    """
+    pairs: dict[str, list[PlannedParameter]] = {}
     for parameter in members:
-        together.setdefault(parameter.pair or parameter.name, []).append(parameter)
+        pairs.setdefault(parameter.pair or parameter.name, []).append(parameter)
     chunks: list[list[PlannedParameter]] = [[]]
     size = 0
-    for parameters in together.values():
-        # Of copies a rank transforms its share, and gathers all of it: up to four shares at once.
-        numel = sum(-(-p.numel // (p.storage.shards * min(p.storage.replicas, 4))) for p in parameters)
-        if chunks[-1] and size + numel > limit:
-            chunks.append([])
-            size = 0
-        chunks[-1].extend(parameters)
-        size += numel
+    for run in _runs_of_one_shape(list(pairs.values())) if by_shape else [[item] for item in pairs.values()]:
+        numel = sum(map(_share, run))
+        parts = [run] if numel <= sizes.together else _even_parts(run, sizes.alike)
+        for part in parts:
+            numel = sum(map(_share, part))
+            if chunks[-1] and size + numel > sizes.together:
+                chunks.append([])
+                size = 0
+            chunks[-1].extend(p for item in part for p in item)
+            size += numel
     return chunks
+
+
+def _runs_of_one_shape(items: Sequence[list[PlannedParameter]]) -> list[list[list[PlannedParameter]]]:
+    return [list(run) for _, run in itertools.groupby(items, lambda item: [p.storage.shape for p in item])]
+
+
+def _share(item: Sequence[PlannedParameter]) -> int:
+    """Elements for each rank. Of copies a rank transforms its share, and gathers all of it: up to four shares at once."""
+    return sum(-(-p.numel // (p.storage.shards * min(p.storage.replicas, 4))) for p in item)
+
+
+def _even_parts(run: list[list[PlannedParameter]], limit: int) -> list[list[list[PlannedParameter]]]:
+    """A run of one shape in as few parts as stay below the limit."""
+    most = max(1, limit // _share(run[0]))
+    return [run[a:b] for a, b in _even_cuts(0, len(run), -(-len(run) // most))]
 
 
 class _Assignment:

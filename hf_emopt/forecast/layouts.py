@@ -16,12 +16,12 @@ from typing import Any
 from torch import nn
 
 from hf_emopt.arranging import arrange_cuts
-from hf_emopt.distributed.assignment import make_plan
+from hf_emopt.distributed.assignment import BucketSizes, make_plan
 from hf_emopt.distributed.layout import Box, Storage, chunk_boxes
 from hf_emopt.distributed.plan import Plan, PlannedParameter
 from hf_emopt.distributed.tensor_parallel import TensorCut
 from hf_emopt.matrix_optimizer import MatrixOptimizer
-from hf_emopt.planned import large_buckets
+from hf_emopt.planned import planned_sizes
 
 __all__ = ["LAYOUTS", "Layout", "Placed", "place"]
 
@@ -128,7 +128,7 @@ def place(
 
     Args:
         model: whose plan of tensor parallelism is read, for that layout.
-        max_bucket_numel: see :func:`~hf_emopt.distributed.assignment.make_plan`.
+        max_bucket_numel: of each rank in a bucket, instead of what the optimizer has.
 
     Raises:
         ValueError: when the model has no plan of tensor parallelism, or one that is not known here.
@@ -154,9 +154,10 @@ def place(
     copies, own = _others(optimizer, layout, dims, names)
     forward = optimizer.overlap_param_gather and layout.name == "ddp"
     offloads = optimizer.offload_state is not None
-    large = large_buckets(optimizer.rule.scheduled, optimizer.param_groups, offloads, layout.world_size)
-    plan = make_plan(planned, max_bucket_numel, forward, large)
-    return Placed(layout, plan, make_plan(copies, max_bucket_numel, forward), tuple(own))
+    sizes = planned_sizes(optimizer.rule.scheduled, optimizer.param_groups, offloads, layout.world_size)
+    given = None if max_bucket_numel is None else BucketSizes(max_bucket_numel, max_bucket_numel)
+    plan = make_plan(planned, given or sizes, forward)
+    return Placed(layout, plan, make_plan(copies, given, forward), tuple(own))
 
 
 def _others(

@@ -123,7 +123,7 @@ def forecast(
         optimizer: of a model on the meta device, or of a real one that has not been wrapped.
         model: for the layout with tensor parallelism, whose plan it has.
         frozen_bytes: of weights that are not trained.
-        max_bucket_numel: see :func:`~hf_emopt.distributed.assignment.make_plan`.
+        max_bucket_numel: of each rank in a bucket, instead of what the optimizer has.
 
     Raises:
         ValueError: when layout and model do not fit, or state is offloaded, whose time is not modelled.

@@ -231,7 +231,7 @@ def test_alternatives_are_measured(two: World) -> None:
     """Each on both ranks, and twice the tokens for what the optimizer adds."""
     for verdicts, shares, rows in two.run(advised, layout="ddp"):
         assert [v.setting for v in verdicts] == [
-            "HF_EMOPT_MAX_BUCKET_NUMEL=33554432", "HF_EMOPT_MAX_BUCKET_NUMEL=134217728", "overlap_param_gather=True",
+            "HF_EMOPT_MAX_BUCKET_NUMEL=67108864", "HF_EMOPT_MAX_BUCKET_NUMEL=268435456", "overlap_param_gather=True",
             "layout fsdp2",
         ]  # fmt: skip
         assert not any(v.error for v in verdicts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from typing import Any
 
@@ -67,14 +68,11 @@ def test_everything_reads_the_new_weights(two: World, tensor_lr: bool) -> None:
 
 
 def many_buckets() -> dict[str, Any]:
-    import hf_emopt.distributed.assignment as plan
-
-    limit, plan.MAX_BUCKET_NUMEL = plan.MAX_BUCKET_NUMEL, 200
-    defaults, plan.make_plan.__defaults__ = plan.make_plan.__defaults__, (200, False, False)
+    os.environ["HF_EMOPT_MAX_BUCKET_NUMEL"] = "200"
     try:
         return run(overlap=True)
     finally:
-        plan.MAX_BUCKET_NUMEL, plan.make_plan.__defaults__ = limit, defaults
+        del os.environ["HF_EMOPT_MAX_BUCKET_NUMEL"]
 
 
 def test_blocks_begin_while_later_ones_wait(two: World) -> None:
