@@ -68,7 +68,9 @@ class Engine:
             of, whose elementwise step they share.
         grids: the ranks of every parameter, by name.
         transport_dtype: of the wire by name, or ``None``: bfloat16 on accelerators, float32 on the CPU.
-        forward_order: see :func:`~hf_emopt.distributed.assignment.make_plan`.
+        overlaps: whether updates are put off until a forward pass needs them. Buckets then follow the model's order, and
+            copies are kept alike in a process group of their own: what DDP sends around before a forward pass does not wait in
+            line behind what is put off.
         offloads: whether state lies on the host between steps.
     """
 
@@ -81,7 +83,7 @@ class Engine:
         others: Sequence[PlannedParameter],
         grids: dict[str, Grid],
         transport_dtype: str | None,
-        forward_order: bool = False,
+        overlaps: bool = False,
         offloads: bool = False,
     ) -> None:
         self.rule, self.groups, self.state, self.grids = rule, groups, state, grids
@@ -91,9 +93,10 @@ class Engine:
         self.world_size = max((grid.world_size for grid in grids.values()), default=1)
         """Ranks that share any parameter."""
         sizes = planned_sizes(rule.scheduled, groups, offloads, self.world_size)
-        self.plan: Plan = make_plan(matrices, sizes, forward_order)
-        self.aux_plan: Plan = make_plan(others, forward_order=forward_order)
+        self.plan: Plan = make_plan(matrices, sizes, forward_order=overlaps)
+        self.aux_plan: Plan = make_plan(others, forward_order=overlaps)
         self.transform_count = 0
+        self._overlaps = overlaps
         self.unit_states: dict[tuple[int, int], State] = {}
         self.council = Council(None, ())
         self._councils: dict[frozenset[str], Council] = {}
@@ -137,7 +140,8 @@ class Engine:
         if self.world_size == 1:
             return
         # In the order of parameters, so that all ranks make the same groups in the same order.
-        opened = {key: open_groups(grid) for key, grid in {id(g): g for g in self.grids.values()}.items()}
+        grids = {id(grid): grid for grid in self.grids.values()}
+        opened = {key: open_groups(grid, own=self._overlaps) for key, grid in grids.items()}
         self.grids = {name: opened[id(grid)] for name, grid in self.grids.items()}
         self.council = Council(council_group(list(self.grids.values())), self._shared_names())
         warm_up(list(self.grids.values()), self.council.group)

@@ -67,6 +67,26 @@ def test_everything_reads_the_new_weights(two: World, tensor_lr: bool) -> None:
                 torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
 
 
+def groups_used(overlap: bool) -> tuple[bool, int]:
+    model = Net()
+    optimizer = hf_emopt.Muon(model, overlap_param_gather=overlap)
+    wrapped = DistributedDataParallel(model)
+    handles = []
+    for _ in range(2):  # a second optimizer finds the group of the first
+        wrapped(torch.zeros(1, 2, dtype=torch.int64)).sum().backward()
+        optimizer.step()
+        assert optimizer._engine is not None
+        handles += [id(grid.replica_group) for grid in optimizer._engine.grids.values()]
+        optimizer = hf_emopt.Muon(model, overlap_param_gather=overlap)
+    return id(dist.group.WORLD) in handles, len(set(handles))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_is_put_off_has_a_process_group_of_its_own(two: World, overlap: bool) -> None:
+    """DDP sends buffers around before a forward pass, in the default group, where they would wait for all that is put off."""
+    assert two.run(groups_used, overlap=overlap) == [(not overlap, 1)] * 2
+
+
 def many_buckets() -> dict[str, Any]:
     os.environ["HF_EMOPT_MAX_BUCKET_NUMEL"] = "200"
     try:
