@@ -50,7 +50,14 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
 FITTED = "fitted"
 PREDICTED = "predicted"
 OLDER = "older code"
+EVEN_PLANS = (
+    "step_fsdp2_1.1b_2xh200_04b9f57", "step_ddp_1.1b_2xh200_04b9f57", "step_fsdp2_1.1b_2xh200_fc272fa",
+    "step_ddp_1.1b_2xh200_fc272fa", "step_single_1.1b_h200_fc272fa", "step_single_1.1b_h200_fc272fa_shampoo",
+)  # fmt: skip
+"""Measured since matrices of one shape are cut evenly; before, buckets were filled one after another. They are of the next
+two as well."""
 PRESENT_KERNELS = (
+    *EVEN_PLANS,
     "step_single_1.1b_h200_5d3ec2d", "step_single_1.1b_h200_5d3ec2d_profile", "kernels_h200_c564af5",
     "kernels_h200_5c660cb", "step_single_1.1b_h200_226d713_shampoo", "step_single_1.1b_h200_3b683fd",
     "step_single_1.1b_h200_02d516b", "step_fsdp2_1.1b_2xh200_d44b7ef", "step_ddp_1.1b_2xh200_d44b7ef",
@@ -69,6 +76,7 @@ PRESENT_KERNELS = (
 WITH_EPSILON = ("step_single_1.1b_h200_226d713_shampoo", "step_single_1.1b_h200_3b683fd")
 """Shampoo with a relative epsilon of 1e-3."""
 PRESENT_PLANS = (
+    *EVEN_PLANS,
     *WITH_EPSILON, "step_single_1.1b_h200_02d516b", "step_fsdp2_1.1b_2xh200_d44b7ef", "step_ddp_1.1b_2xh200_d44b7ef",
     "step_fsdp2_wide_2xh200_d44b7ef",
     "step_fsdp2_1.1b_4xh200_fc7c774", "step_ddp_1.1b_4xh200_fc7c774", "step_hsdp_1.1b_4xh200_fc7c774",
@@ -83,9 +91,6 @@ PRESENT_PLANS = (
 )  # fmt: skip
 """Measured since matrices of one shape lie together in a plan and one process has buckets of twice the size; products of
 factors in float16. Before, a plan followed names among matrices of one cost, and those products were in TF32."""
-EVEN_PLANS: tuple[str, ...] = ()
-"""Measured since matrices of one shape are cut evenly; before, buckets were filled one after another. All are in
-:data:`PRESENT_PLANS` too."""
 FITTED_FILES = (
     "step_ddp_1.1b_2xh200", "refresh_2048_h200", "step_fsdp2_1.1b_2xh200_1946bf8", "step_ddp_1.1b_2xh200_1946bf8",
     "step_single_1.1b_h200_5d3ec2d_profile", "step_single_1.1b_h200_226d713_shampoo", "step_fsdp2_tp_1.1b_4xh200_4b21a19",

@@ -69,8 +69,8 @@ class Engine:
         grids: the ranks of every parameter, by name.
         transport_dtype: of the wire by name, or ``None``: bfloat16 on accelerators, float32 on the CPU.
         overlaps: whether updates are put off until a forward pass needs them. Buckets then follow the model's order, and
-            copies are kept alike in a process group of their own: what DDP sends around before a forward pass does not wait in
-            line behind what is put off.
+            copies are kept alike in a process group of their own: what DDP sends around before a forward pass does not wait
+            in line behind what is put off.
         offloads: whether state lies on the host between steps.
     """
 
