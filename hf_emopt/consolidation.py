@@ -234,7 +234,10 @@ def _from_owner(
     if grid.world_size == 1:
         assert part is not None
         return part
-    group = grid.shard_group if grid.replicas == 1 else grid.replica_group if grid.shards == 1 else engine.council.group
+    # Rather that of all ranks, which waits as long as the job's own collectives do: ranks come far apart before a checkpoint.
+    everyone = grid.world_size == dist.get_world_size(engine.council.group)
+    one = grid.shard_group if grid.replicas == 1 else grid.replica_group if grid.shards == 1 else None
+    group = engine.council.group if everyone or one is None else one
     wire = control_device(group)
     value = torch.empty(tuple(shape), dtype=dtype, device=wire) if part is None else part.to(wire).contiguous()
     # As bytes, since backends differ in which dtypes they move.

@@ -23,17 +23,17 @@ from hf_emopt.distributed.agreement import (
     warm_up,
 )
 from hf_emopt.distributed.assignment import make_plan
+from hf_emopt.distributed.evening import evened
 from hf_emopt.distributed.exchange import Arrival, Exchange
 from hf_emopt.distributed.layout import (
     Grid,
     Partition,
-    group_of,
     is_sharded,
     local_tensor,
-    open_groups,
     whole_shape,
 )
 from hf_emopt.distributed.plan import Batch, Bucket, Plan, PlannedParameter, Segment
+from hf_emopt.distributed.process_groups import group_of, open_groups
 from hf_emopt.distributed.slots import Matrix, matrix_of, plan_slots
 from hf_emopt.hosted import Fetched, InPlace
 from hf_emopt.kept_states import KeptStates
@@ -117,6 +117,7 @@ class Engine:
         self._slots: dict[Matrix, tuple[int, ...]] = {}
         self._slots_for: tuple[int, ...] = ()
         self._follow_periods()
+        self.plan = evened(self.plan, groups, rule, self._slots)
         self._rows: dict[tuple[Any, ...], Tensor] = {}
         self.shared_aux = frozenset(p.name for bucket in self.aux_plan.buckets for p in bucket.parameters)
         self.offload = StateOffload() if offloads else None

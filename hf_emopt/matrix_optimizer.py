@@ -20,6 +20,7 @@ from hf_emopt.consolidation import keep_owned
 from hf_emopt.diagnostics import Diagnostics, Level
 from hf_emopt.distributed.assignment import make_plan
 from hf_emopt.distributed.delayed import DelayedUpdates, check_overlap
+from hf_emopt.distributed.evening import evened
 from hf_emopt.distributed.layout import (
     LOST,
     Grid,
@@ -266,7 +267,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
         grids = self._grids()
         world = max((grid.world_size for grid in grids.values()), default=1)
         sizes = planned_sizes(self.rule.scheduled, self.param_groups, self.offload_state is not None, world)
-        return make_plan(self.planned_parameters(grids), sizes)
+        plan = make_plan(self.planned_parameters(grids), sizes, forward_order=self._overlaps)
+        return evened(plan, self.param_groups, self.rule)
 
     def _as_built(self) -> AbstractContextManager[None]:
         """Inside, groups have all parameters, also where a wrapper has put flat tensors in their place."""
@@ -446,8 +448,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def _identity(self) -> tuple[Any, ...]:
         # Shapes too: a wrapper may leave the Parameter and put another tensor into it.
         params = [p for g in self.param_groups for p in g["params"]]
-        # A DTensor's layout says all three, is one object as long as nothing is swapped, and takes a tenth of the time.
-        return (*map(id, params), *(p._spec if type(p) is DTensor else _kind_of(p) for p in params))
+        # A DTensor's layout says shape and dtype, is one object as long as nothing is swapped, and takes a tenth of the time.
+        kinds = [(p._spec, p._local_tensor.device) if type(p) is DTensor else _kind_of(p) for p in params]
+        return (*map(id, params), *kinds)
 
     def _make_engine(self) -> Engine:
         model = self._model() if self._overlaps and self._model is not None else None

@@ -63,6 +63,10 @@ def test_what_is_offered() -> None:
     assert names("muon", Settings(layout="ddp")) == [half, twice, "overlap_param_gather=True", "layout fsdp2"]
     assert names("muon", Settings(layout="fsdp2")) == [half, twice, "layout ddp"]
     assert names("muon", Settings(layout="single"), 1) == [half, twice]
+    for overlapping in ("muon-overlap", "muon"):  # whose buckets are smaller
+        options = {} if overlapping == "muon-overlap" else {"overlap_param_gather": True}
+        sizes = names(overlapping, Settings(layout="ddp", options=options))[:2]
+        assert sizes == ["HF_EMOPT_MAX_BUCKET_NUMEL=33554432", "HF_EMOPT_MAX_BUCKET_NUMEL=134217728"]
     narrow = Settings(layout="single", options={"state_dtype": "bfloat16"})
     assert names("muon", narrow, 1)[0] == "HF_EMOPT_MAX_BUCKET_NUMEL=33554432"
     assert names("soap", Settings(layout="fsdp2"))[-2:] == [

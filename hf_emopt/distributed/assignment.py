@@ -16,7 +16,8 @@ from hf_emopt.distributed.segments import Cut, Segment
 __all__ = ["BucketSizes", "assign_owners", "bucket_sizes", "make_plan", "recut"]
 
 MAX_BUCKET_NUMEL = 2**26
-"""Elements of a bucket for each rank (256 MiB in float32): enough to fill a GPU, small beside the parameters."""
+"""Elements for each rank of a bucket of several shapes (256 MiB in float32): enough to fill a GPU, small beside the
+parameters. One of a single shape may have twice as many, see :class:`BucketSizes`."""
 
 BUCKET_VARIABLE = "HF_EMOPT_MAX_BUCKET_NUMEL"
 """Environment variable with another number, the same on all ranks (``hf-emopt bench step`` measures which is faster)."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from harness import World, Worlds
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -64,3 +65,26 @@ def test_a_plain_parameter_beside_cut_ones(two: World) -> None:
     name = "blocks.only.m2.weight"
     for result in two.run(trained, rule="muon", sizes=(2,), placements=(Shard(1),), plain=name):
         assert_close(result["weights"], alone("muon"), 1e-5)
+
+
+def planned_anew(kind: str) -> bool:
+    model = matrices(SHAPES)
+    mesh = init_device_mesh("cpu", (2,))
+    distribute(model, mesh, lambda name: (Shard(0),))
+    optimizer = build(model, "muon")
+    give_gradients(model, 0, (Shard(0),))
+    optimizer.step()
+    before = optimizer._identity()
+    if kind == "device":
+        model.to("meta")
+    elif kind == "dtype":
+        model.to(torch.bfloat16)
+    else:
+        give_gradients(model, 1, (Shard(0),))
+        optimizer.step()
+    return before != optimizer._identity()
+
+
+@pytest.mark.parametrize(("kind", "anew"), [("device", True), ("dtype", True), ("step", False)])
+def test_parameters_that_moved_are_planned_anew(two: World, kind: str, anew: bool) -> None:
+    assert two.run(planned_anew, kind=kind) == [anew] * 2
