@@ -54,6 +54,7 @@ OLDER = "older code"
 EVEN_PLANS = (
     "step_fsdp2_1.1b_2xh200_04b9f57", "step_ddp_1.1b_2xh200_04b9f57", "step_fsdp2_1.1b_2xh200_fc272fa",
     "step_ddp_1.1b_2xh200_fc272fa", "step_single_1.1b_h200_fc272fa", "step_single_1.1b_h200_fc272fa_shampoo",
+    "step_fsdp2_1.1b_2xh200_daf71f2",
 )  # fmt: skip
 """Measured since matrices of one shape are cut evenly; before, buckets were filled one after another. They are of the next
 two as well."""
@@ -176,8 +177,8 @@ def _one_after_another(
 
 @contextlib.contextmanager
 def as_measured(path: Path) -> Iterator[None]:
-    """The kernels and the plan that a stored file was measured with; in none of them owners were exchanged for the sake of
-    even refreshes, of which two GPUs have hardly any that are uneven."""
+    """The kernels and the plan that a stored file was measured with, before owners were exchanged for the sake of even
+    refreshes, which changed nothing to speak of on two GPUs."""
     before, place, chunks = os.environ.get(TABLE_VARIABLE), assignment._place, assignment._chunks
     if path.stem not in PRESENT_KERNELS:
         os.environ[TABLE_VARIABLE] = str(RESULTS / "kernel_table_h200_c800a30.json")

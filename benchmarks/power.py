@@ -45,10 +45,9 @@ def measure(x: Tensor, seconds: float) -> dict[str, Any]:
     ended = threading.Event()
 
     def ask() -> None:
-        while not ended.is_set():
+        while not ended.wait(0.2):
             clock, power = subprocess.run(QUERY, check=True, capture_output=True, text=True).stdout.split(",")
             said.append((float(clock), float(power)))
-            time.sleep(0.2)
 
     asking = threading.Thread(target=ask)
     asking.start()
@@ -77,6 +76,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.5)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    about = {"card": torch.cuda.get_device_name(), "torch": torch.__version__}
     rows = []
     for batch, m, n in SHAPES:
         for kind in ("random", "zeros"):
@@ -86,9 +86,8 @@ def main() -> None:
                 f"{batch:3} x {m} x {n} {kind:7} first {row['first_ms']:6.2f} ms, then {row['ms']:6.2f} "
                 f"({row['ms'] / batch:.3f} each) at {row['mhz']:.0f} MHz and {row['watts']:.0f} W", flush=True,
             )  # fmt: skip
-    if args.json:
-        about = {"card": torch.cuda.get_device_name(), "torch": torch.__version__}
-        args.json.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
+            if args.json:
+                args.json.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
