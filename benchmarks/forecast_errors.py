@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
@@ -177,8 +176,7 @@ def _one_after_another(
 
 @contextlib.contextmanager
 def as_measured(path: Path) -> Iterator[None]:
-    """The kernels and the plan that a stored file was measured with, before owners were exchanged for the sake of even
-    refreshes, which changed nothing to speak of on two GPUs."""
+    """The kernels and the plan that a stored file was measured with."""
     before, place, chunks = os.environ.get(TABLE_VARIABLE), assignment._place, assignment._chunks
     if path.stem not in PRESENT_KERNELS:
         os.environ[TABLE_VARIABLE] = str(RESULTS / "kernel_table_h200_c800a30.json")
@@ -190,8 +188,7 @@ def as_measured(path: Path) -> Iterator[None]:
     # What was chosen from one table is not what the other has.
     configs.choose.cache_clear()
     try:
-        with mock.patch("hf_emopt.forecast.step.with_even_refreshes", lambda optimizer, placed: placed):
-            yield
+        yield
     finally:
         configs.choose.cache_clear()
         assignment._place, assignment._chunks = place, chunks

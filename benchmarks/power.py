@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import threading
@@ -23,7 +24,8 @@ from torch import Tensor
 from hf_emopt.linalg import newton_schulz
 
 SHAPES = [(22, 5632, 2048), (11, 5632, 2048), (5, 5632, 2048), (22, 2048, 2048)]
-QUERY = ["nvidia-smi", "-i", "0", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits"]
+CARD = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+QUERY = ["nvidia-smi", "-i", CARD, "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits"]
 
 
 def made(kind: str, batch: int, m: int, n: int) -> Tensor:
@@ -62,6 +64,8 @@ def measure(x: Tensor, seconds: float) -> dict[str, Any]:
         times.append(start.elapsed_time(end))
     ended.set()
     asking.join()
+    if not said:
+        raise RuntimeError(f"{' '.join(QUERY)} said nothing within {seconds} s: see its own message above")
     later = said[len(said) // 2 :]
     return {
         "first_ms": statistics.median(times[:5]),
@@ -76,7 +80,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.5)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    about = {"card": torch.cuda.get_device_name(), "torch": torch.__version__}
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    about = {"card": torch.cuda.get_device_name(), "torch": torch.__version__, "commit": commit}
     rows = []
     for batch, m, n in SHAPES:
         for kind in ("random", "zeros"):

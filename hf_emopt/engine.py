@@ -23,7 +23,6 @@ from hf_emopt.distributed.agreement import (
     warm_up,
 )
 from hf_emopt.distributed.assignment import make_plan
-from hf_emopt.distributed.evening import evened
 from hf_emopt.distributed.exchange import Arrival, Exchange
 from hf_emopt.distributed.layout import (
     Grid,
@@ -117,7 +116,6 @@ class Engine:
         self._slots: dict[Matrix, tuple[int, ...]] = {}
         self._slots_for: tuple[int, ...] = ()
         self._follow_periods()
-        self.plan = evened(self.plan, groups, rule, self._slots)
         self._rows: dict[tuple[Any, ...], Tensor] = {}
         self.shared_aux = frozenset(p.name for bucket in self.aux_plan.buckets for p in bucket.parameters)
         self.offload = StateOffload() if offloads else None

@@ -20,7 +20,6 @@ from hf_emopt.consolidation import keep_owned
 from hf_emopt.diagnostics import Diagnostics, Level
 from hf_emopt.distributed.assignment import make_plan
 from hf_emopt.distributed.delayed import DelayedUpdates, check_overlap
-from hf_emopt.distributed.evening import evened
 from hf_emopt.distributed.layout import (
     LOST,
     Grid,
@@ -267,8 +266,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         grids = self._grids()
         world = max((grid.world_size for grid in grids.values()), default=1)
         sizes = planned_sizes(self.rule.scheduled, self.param_groups, self.offload_state is not None, world)
-        plan = make_plan(self.planned_parameters(grids), sizes, forward_order=self._overlaps)
-        return evened(plan, self.param_groups, self.rule)
+        return make_plan(self.planned_parameters(grids), sizes, forward_order=self._overlaps)
 
     def _as_built(self) -> AbstractContextManager[None]:
         """Inside, groups have all parameters, also where a wrapper has put flat tensors in their place."""

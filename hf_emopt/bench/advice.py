@@ -93,9 +93,8 @@ def alternatives(name: str, settings: Settings, world_size: int, device: torch.d
     sizes = planned_sizes(factors, [dict(settings.options)], offloads, world_size)
     overlaps = settings.layout == "ddp" and world_size > 1
     overlaps &= name == "muon-overlap" or bool(settings.options.get("overlap_param_gather"))
-    largest = (
-        sizes.together if overlaps else sizes.alike
-    )  # which has the order of the model, and so no runs of one shape
+    # In the order of the model there are no runs of one shape.
+    largest = sizes.together if overlaps else sizes.alike
     for factor in (0.5, 2.0):
         numel = str(int(largest * factor))
         environment = {**settings.environment, BUCKET_VARIABLE: numel}

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 
-from hf_emopt.distributed.evening import evened
 from hf_emopt.distributed.slots import Batches, Matrix, assign_slots, matrix_of, plan_slots
 from hf_emopt.forecast.amounts import Array
 from hf_emopt.forecast.layouts import Placed
@@ -18,7 +17,7 @@ from hf_emopt.matrix_optimizer import MatrixOptimizer
 from hf_emopt.rules.base import Group
 from hf_emopt.rules.kronecker import KroneckerRule
 
-__all__ = ["SIDE", "Refreshes", "refreshes", "with_even_refreshes"]
+__all__ = ["SIDE", "Refreshes", "refreshes"]
 
 SIDE = 2048
 """Refreshes are counted in those of a side of this length; others go with the cube."""
@@ -38,14 +37,6 @@ class Refreshes:
 
     sides: Array
     calls: Array
-
-
-def with_even_refreshes(optimizer: MatrixOptimizer, placed: Placed) -> Placed:
-    """The same with the owners that the optimizer would have on GPUs; see :mod:`hf_emopt.distributed.evening`."""
-    if not isinstance(optimizer.rule, KroneckerRule):
-        return placed
-    plan = evened(placed.plan, _groups_on_gpu(optimizer), optimizer.rule, _slots(optimizer, placed))
-    return replace(placed, plan=plan)
 
 
 def refreshes(optimizer: MatrixOptimizer, placed: Placed) -> Refreshes | None:
@@ -81,14 +72,11 @@ def _lengths(rule: KroneckerRule, shape: tuple[int, int], group: Group) -> tuple
     )
 
 
-def _groups_on_gpu(optimizer: MatrixOptimizer) -> list[Group]:
-    device: Any = [SimpleNamespace(device=torch.device("cuda"))]  # which is all that costs depend on
-    return [{**group, "params": device} for group in optimizer.param_groups]
-
-
 def _slots(optimizer: MatrixOptimizer, placed: Placed) -> dict[Matrix, tuple[int, ...]]:
     """As the optimizer assigns them on a GPU."""
-    return plan_slots(placed.plan, _groups_on_gpu(optimizer), optimizer.rule, _assign)
+    device: Any = [SimpleNamespace(device=torch.device("cuda"))]  # which is all that costs depend on
+    groups = [{**group, "params": device} for group in optimizer.param_groups]
+    return plan_slots(placed.plan, groups, optimizer.rule, _assign)
 
 
 def _assign(batches: Batches, period: int) -> dict[Matrix, tuple[int, ...]]:

@@ -15,7 +15,7 @@ from hf_emopt.forecast.amounts import Array, BucketAmounts, Kind, Memory, bucket
 from hf_emopt.forecast.hardware import EFFICIENCY, HOST, Gpu, Network
 from hf_emopt.forecast.layouts import Layout, Placed, place
 from hf_emopt.forecast.products import has_kernels
-from hf_emopt.forecast.refreshes import refreshes, with_even_refreshes
+from hf_emopt.forecast.refreshes import refreshes
 from hf_emopt.forecast.work import UNFUSED, Passes, Work, passes, refresh_seconds, transform_work
 from hf_emopt.matrix_optimizer import MatrixOptimizer
 from hf_emopt.rules.muon import MuonRule
@@ -133,7 +133,7 @@ def forecast(
             f"offload_state={optimizer.offload_state!r}: there is no model of the time that state takes from the host; leave "
             "it out of --optim_args, and take its bytes from the GPU's memory"
         )
-    placed = with_even_refreshes(optimizer, place(optimizer, layout, model, max_bucket_numel))
+    placed = place(optimizer, layout, model, max_bucket_numel)
     world = layout.world_size
     machine = replace(machine, gpu=replace(machine.gpu, clusters=world == 1))
     buckets, copies = bucket_amounts(placed.plan, world), bucket_amounts(placed.aux_plan, world)

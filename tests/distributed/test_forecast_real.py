@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,10 +13,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_emopt
 from hf_emopt.bench.step_models import lay_out
-from hf_emopt.distributed.evening import evened
 from hf_emopt.distributed.layout import local_tensor
 from hf_emopt.forecast.amounts import bucket_amounts, memory
-from hf_emopt.forecast.layouts import Layout, Placed, place
+from hf_emopt.forecast.layouts import Layout, place
 from hf_emopt.matrix_optimizer import MatrixOptimizer
 
 RULES: dict[str, tuple[type[MatrixOptimizer], dict[str, Any]]] = {
@@ -43,11 +41,6 @@ def llama(device: str, dtype: str = "float32") -> LlamaForCausalLM:
 def build(model: torch.nn.Module, rule: str) -> MatrixOptimizer:
     cls, options = RULES[rule]
     return cls(model, **options)  # type: ignore[arg-type]
-
-
-def on_cpus(optimizer: MatrixOptimizer, placed: Placed) -> Placed:
-    """With the owners that refreshes on CPUs make even: one takes another part of a step there than on a GPU."""
-    return replace(placed, plan=evened(placed.plan, optimizer.param_groups, optimizer.rule))
 
 
 def stepped(rule: str, layout: str, dtype: str) -> dict[str, Any]:
@@ -78,7 +71,7 @@ def stepped(rule: str, layout: str, dtype: str) -> dict[str, Any]:
 def test_memory_and_plan_are_those_of_two_ranks(two: World, rule: str, layout: str) -> None:
     model = llama("meta")
     optimizer = build(model, rule)
-    placed = on_cpus(optimizer, place(optimizer, Layout(layout, 2, tp_size=2), model))
+    placed = place(optimizer, Layout(layout, 2, tp_size=2), model)
     bytes_ = memory(optimizer, placed)
     for real in two.run(stepped, rule=rule, layout=layout, dtype="float32"):
         assert real["plan"] == placed.plan.digest()
@@ -117,7 +110,7 @@ def test_elements_received_are_those_counted_below_torch(two: World, layout: str
 def test_memory_and_plan_are_those_of_four_ranks(worlds: Any, rule: str, layout: str) -> None:
     model = llama("meta")
     optimizer = build(model, rule)
-    placed = on_cpus(optimizer, place(optimizer, Layout(layout, 4, shards=2, tp_size=2), model))
+    placed = place(optimizer, Layout(layout, 4, shards=2, tp_size=2), model)
     bytes_ = memory(optimizer, placed)
     for real in worlds[4].run(stepped, rule=rule, layout=layout, dtype="float32"):
         assert real["plan"] == placed.plan.digest()
