@@ -15,18 +15,21 @@ import torch
 from torch import Tensor
 
 from hf_emopt.consolidation import materialize
-from hf_emopt.state import check_groups, is_count, is_shaped, live_names, load_into
+from hf_emopt.distributed.layout import Grid
+from hf_emopt.distributed.plan import Plan
+from hf_emopt.planned import as_first_planned, hyperparameters
+from hf_emopt.rules.base import Group
+from hf_emopt.state import check_groups, is_count, is_shaped, live_names, load_into, merged_group
 
 if TYPE_CHECKING:
-    from hf_emopt.engine import Engine
     from hf_emopt.matrix_optimizer import MatrixOptimizer
 
 __all__ = ["emitted_runs", "is_runs", "loaded_runs", "merged", "whole_of"]
 
-SPANS, SHAPES, FLATS, OWNED = "spans", "shapes", "flats", "owned"
+SPANS, SHAPES, FLATS, OWNED, PRICED = "spans", "shapes", "flats", "owned", "priced"
 """Keys of a saved group, with an entry for each flattened parameter: ``(start, stop)`` of the saved run; the shape; ``(flat,
 offset)``, which of this rank's flat tensors has the run of the weight itself, and where; and runs whose matrices this rank
-transforms, in the order of their state."""
+transforms, in the order of their state. ``priced``: the hyperparameters with which the owners of matrices were given out."""
 
 
 def is_runs(state_dict: dict[str, Any]) -> bool:
@@ -47,13 +50,15 @@ def emitted_runs(optimizer: MatrixOptimizer, plain_state_dict: Callable[[], dict
             engine = optimizer._current_engine()
         engine.settle()
         materialize(engine)
-    owned = _owned(engine)
+    owned = {} if engine is None else _owned(engine.plan, engine.grids)
     plain = plain_state_dict()
     flattened = optimizer._flattened
     assert flattened is not None
-    for saved, group in zip(plain["param_groups"], optimizer.param_groups):
+    prices = hyperparameters(as_first_planned(optimizer.param_groups, optimizer._priced))
+    for saved, group, priced in zip(plain["param_groups"], optimizer.param_groups, prices):
         saved[FLATS] = [list(flattened.where(part)) for part in group["params"]]
         saved[OWNED] = [owned.get(name, []) for name in group["param_names"]]
+        saved[PRICED] = priced
         saved[SPANS] = [list(part.span) for part in group["params"]]
         saved[SHAPES] = [list(part.full_shape) for part in group["params"]]
     # What another rank owns has an empty tensor.
@@ -64,11 +69,11 @@ def emitted_runs(optimizer: MatrixOptimizer, plain_state_dict: Callable[[], dict
     return {**plain, "state": state}
 
 
-def _owned(engine: Engine | None) -> dict[str, list[list[int]]]:
+def _owned(plan: Plan, grids: dict[str, Grid]) -> dict[str, list[list[int]]]:
     """Runs of each matrix parameter that this rank transforms."""
     found: dict[str, list[list[int]]] = {}
-    for bucket in engine.plan.buckets if engine is not None else ():
-        for segment in bucket.owned(engine.grid_of_bucket(bucket).position):  # type: ignore[union-attr]
+    for bucket in plan.buckets:
+        for segment in bucket.owned(grids[bucket.parameters[0].name].position):
             found.setdefault(bucket.parameters[segment.parameter].name, []).append(list(segment.box[0]))
     return found
 
@@ -84,6 +89,9 @@ def loaded_runs(optimizer: MatrixOptimizer, state_dict: dict[str, Any]) -> None:
     check_groups(optimizer, saved_groups)
     by_name: dict[str, dict[str, Any]] = {}
     owned: dict[str, list[list[int]]] = {}
+    # Before files said with which, owners followed from the hyperparameters that were saved.
+    live = [merged_group(group, saved) for group, saved in zip(optimizer.param_groups, saved_groups)]
+    priced = [saved.pop(PRICED, now) for saved, now in zip(saved_groups, hyperparameters(live))]
     for saved, group in zip(saved_groups, optimizer.param_groups):
         names = live_names(saved["param_names"], group["param_names"])
         if names != group["param_names"]:
@@ -106,14 +114,19 @@ def loaded_runs(optimizer: MatrixOptimizer, state_dict: dict[str, Any]) -> None:
         for name, index in zip(names, saved["params"]):
             by_name[name] = state_dict["state"].get(index, {})
     if any("step" in entry for entry in by_name.values()):
-        _check_owned(optimizer, owned)
+        _check_owned(optimizer, owned, priced)
     optimizer._forget_plan()
     load_into(optimizer, by_name, saved_groups)
+    optimizer._priced = priced
 
 
-def _check_owned(optimizer: MatrixOptimizer, owned: dict[str, list[list[int]]]) -> None:
+def _check_owned(optimizer: MatrixOptimizer, owned: dict[str, list[list[int]]], priced: list[Group]) -> None:
     """Sees that this rank transforms the matrices whose state it saved, and no others."""
-    planned = _owned(optimizer._current_engine())
+    before, optimizer._priced = optimizer._priced, priced
+    try:
+        planned = _owned(optimizer._plan_anew(), optimizer._grids())
+    finally:
+        optimizer._priced = before
     for name, runs in owned.items():
         if [list(run) for run in runs] != planned.get(name, []):
             raise ValueError(
@@ -141,7 +154,8 @@ def merged(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
             runs = [_Run(tuple(g[SPANS][position]), g[OWNED][position], entry) for g, entry in mine]
             state[index] = _merged_entry(name, shape, runs)
     groups = [
-        {k: v for k, v in group.items() if k not in (SPANS, SHAPES, FLATS, OWNED)} for group in first["param_groups"]
+        {k: v for k, v in group.items() if k not in (SPANS, SHAPES, FLATS, OWNED, PRICED)}
+        for group in first["param_groups"]
     ]
     return {**first, "state": {index: entry for index, entry in state.items() if entry}, "param_groups": groups}
 

@@ -34,7 +34,7 @@ from hf_emopt.flattened import Flattened
 from hf_emopt.groups import GroupBuilder, ParamsArgument, check_lora_options, describe_torch_group
 from hf_emopt.pairs import step_pair_bucket
 from hf_emopt.passes import look_at_gradients
-from hf_emopt.planned import planned_copies, planned_matrices, planned_sizes
+from hf_emopt.planned import as_first_planned, hyperparameters, planned_copies, planned_matrices, planned_sizes
 from hf_emopt.refreshing import refresh, warn_of_strangers
 from hf_emopt.routing.adapters import LoraMode
 from hf_emopt.routing.route import ParameterRoute, RouteTable, coverage_warning
@@ -143,6 +143,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._engine: Engine | None = None
         self._flattened: Flattened | None = None
         self._planned_for: tuple[Any, ...] = ()
+        self._priced: list[Group] = []  # hyperparameters when owners were first given out
         self._last_present: frozenset[str] = frozenset()
         self._consolidated: dict[str, dict[str, Any]] | None = None
         self._only_initialized = False
@@ -455,6 +456,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         if model is not None:
             check_overlap(model, self.param_groups)
         whole = left_behind(self)
+        self._priced = self._priced or hyperparameters(self.param_groups)
         grids = self._grids()
         check_state_options(self.rule, self.param_groups, self.offload_state)
         engine = Engine(
@@ -480,9 +482,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     def planned_parameters(self, grids: dict[str, Grid] | None = None) -> list[PlannedParameter]:
         """What the planner needs to know of each matrix parameter; see :func:`~hf_emopt.planned.planned_matrices`."""
-        planned, self._choices = planned_matrices(
-            self.rule, self.param_groups, grids, self._modes, self.transport_dtype
-        )
+        groups = as_first_planned(self.param_groups, self._priced)
+        planned, self._choices = planned_matrices(self.rule, groups, grids, self._modes, self.transport_dtype)
         return planned
 
     def units_of_slices(self) -> dict[str, tuple[Unit, ...]]:
@@ -545,6 +546,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
             self._transforms += self._engine.transform_count
         self._early.attach(None)
         self._engine, self._consolidated, self._only_initialized = None, None, False
+        self._priced = []
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but what is rebuilt at the next step; torch's own would drop the routes and the rule.

@@ -25,7 +25,22 @@ from hf_emopt.groups import adapter_at, unpack_units
 from hf_emopt.routing.unit import Unit
 from hf_emopt.rules.base import Group, MatrixRule
 
-__all__ = ["planned_copies", "planned_matrices", "planned_sizes"]
+__all__ = ["as_first_planned", "hyperparameters", "planned_copies", "planned_matrices", "planned_sizes"]
+
+
+def hyperparameters(groups: Sequence[Group]) -> list[Group]:
+    """What costs are worked out from, of each group as it is now."""
+    plain = (bool, int, float, str, tuple, type(None))
+    return [{key: value for key, value in group.items() if isinstance(value, plain)} for group in groups]
+
+
+def as_first_planned(groups: Sequence[Group], first: Sequence[Group]) -> list[Group]:
+    """Groups with the :func:`hyperparameters` of an earlier time, as far as they were there.
+
+    A schedule may change what a matrix costs (``precondition_frequency``, ``ns_steps``). Owners must not follow: state lies
+    with them, and a copy of the optimizer, or another plan for the same state, has to find it there.
+    """
+    return [{**group, **then} for group, then in zip(groups, first)] + list(groups[len(first) :])
 
 
 def planned_matrices(

@@ -21,7 +21,17 @@ from hf_emopt.stored import elementwise_state, is_weight_state, unit_state
 if TYPE_CHECKING:
     from hf_emopt.matrix_optimizer import MatrixOptimizer
 
-__all__ = ["PARTIAL", "STATE_VERSION", "check_groups", "is_count", "is_shaped", "live_names", "load_into", "matched"]
+__all__ = [
+    "PARTIAL",
+    "STATE_VERSION",
+    "check_groups",
+    "is_count",
+    "is_shaped",
+    "live_names",
+    "load_into",
+    "matched",
+    "merged_group",
+]
 
 STATE_VERSION = 1
 """Kept in every group as ``state_version``; grows when the meaning of a state entry changes."""
@@ -110,7 +120,7 @@ def matched(optimizer: MatrixOptimizer, state_dict: dict[str, Any]) -> tuple[dic
             )
             _check_shapes(name, live[name], entry)
             units = parts.get(name) or (unpack_units(group["units"][positions[name]]) if "units" in group else ())
-            _check_kinds(optimizer, name, live[name], entry, _merged(group, saved), units)
+            _check_kinds(optimizer, name, live[name], entry, merged_group(group, saved), units)
             by_name[name] = entry
     return by_name, saved_groups
 
@@ -144,7 +154,7 @@ def live_names(saved: list[str], live: list[str]) -> list[str]:
     return [spelled[_canonical(name)] for name in saved]
 
 
-def _merged(live: Group, saved: Group) -> Group:
+def merged_group(live: Group, saved: Group) -> Group:
     """A group after loading: the checkpoint's hyperparameters, the live structure, and what the checkpoint lacks."""
     kept = {key: copy.deepcopy(value) for key, value in saved.items() if key not in STRUCTURAL_KEYS}
     return {**live, **kept, "state_version": STATE_VERSION}
@@ -204,7 +214,7 @@ def load_into(optimizer: MatrixOptimizer, by_name: dict[str, dict[str, Any]], sa
         saved_groups: the checkpoint's groups. Their structure, and hyperparameters that an older checkpoint did not
             know, are taken from the live groups.
     """
-    groups = [_merged(live, saved) for live, saved in zip(optimizer.param_groups, saved_groups)]
+    groups = [merged_group(live, saved) for live, saved in zip(optimizer.param_groups, saved_groups)]
     state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
     for group in groups:
         for name, param in zip(group["param_names"], group["params"]):
