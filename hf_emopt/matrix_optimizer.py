@@ -34,7 +34,7 @@ from hf_emopt.flattened import Flattened
 from hf_emopt.groups import GroupBuilder, ParamsArgument, check_lora_options, describe_torch_group
 from hf_emopt.pairs import step_pair_bucket
 from hf_emopt.passes import look_at_gradients
-from hf_emopt.planned import as_first_planned, hyperparameters, planned_copies, planned_matrices, planned_sizes
+from hf_emopt.planned import hyperparameters, planned_copies, planned_matrices, planned_sizes
 from hf_emopt.refreshing import refresh, warn_of_strangers
 from hf_emopt.routing.adapters import LoraMode
 from hf_emopt.routing.route import ParameterRoute, RouteTable, coverage_warning
@@ -482,8 +482,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     def planned_parameters(self, grids: dict[str, Grid] | None = None) -> list[PlannedParameter]:
         """What the planner needs to know of each matrix parameter; see :func:`~hf_emopt.planned.planned_matrices`."""
-        groups = as_first_planned(self.param_groups, self._priced)
-        planned, self._choices = planned_matrices(self.rule, groups, grids, self._modes, self.transport_dtype)
+        planned, self._choices = planned_matrices(
+            self.rule, self.param_groups, grids, self._modes, self.transport_dtype, self._priced
+        )
         return planned
 
     def units_of_slices(self) -> dict[str, tuple[Unit, ...]]:

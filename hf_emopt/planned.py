@@ -49,6 +49,7 @@ def planned_matrices(
     grids: dict[str, Grid] | None,
     modes: ModeOverrides,
     transport_dtype: str | None,
+    first: Sequence[Group] = (),
 ) -> tuple[list[PlannedParameter], list[Choice]]:
     """Every matrix parameter, and what was chosen for those that tensor parallelism cuts.
 
@@ -58,11 +59,13 @@ def planned_matrices(
         grids: the ranks of each parameter by name; ``None`` for one process.
         modes: of tensor parallelism by parameter, over the groups' own.
         transport_dtype: of the wire by name, or ``None`` for the device's default.
+        first: :func:`hyperparameters` that decide on costs and owners instead of the groups' own.
 
     Raises:
         UnsupportedLayoutError: when a wrapper has laid a parameter out so that its matrices cannot be had.
     """
     planned, params = [], []
+    live, groups = groups, as_first_planned(groups, first)
     for group_index, group in enumerate(groups):
         if group["kind"] != "matrix":
             continue
@@ -85,7 +88,7 @@ def planned_matrices(
             if adapter is not None and adapter.joint:
                 pair, shard_cost = (name if adapter.side == "A" else adapter.partner), None
             elif adapter is not None:
-                scale = rule.adapter_scale(*units[0].shape[1:], adapter, group)
+                scale = rule.adapter_scale(*units[0].shape[1:], adapter, live[group_index])
             planned.append(
                 PlannedParameter(
                     name, group_index, position, units, costs, tag, storage, shard_cost, pair=pair, scale=scale

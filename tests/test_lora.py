@@ -136,6 +136,24 @@ def test_the_product_moves_half_a_whole_step_whatever_rank_and_alpha(rank: int, 
     assert sizes["factor"] == pytest.approx(alpha / rank * 1e-3 * 0.2 * 256**0.5 * norm, rel=0.02)
 
 
+def test_a_scale_follows_its_hyperparameters_where_costs_do_not() -> None:
+    """What a matrix costs is as it was at the first plan; how far it moves is as the groups say when a plan is made."""
+    base = nn.Sequential(nn.Linear(384, 256, bias=False))
+    model = peft.get_peft_model(base, peft.LoraConfig(r=8, lora_alpha=16, target_modules=["0"]))
+    optimizer = hf_emopt.Muon(model, lr=1e-3, lora_scale="product")
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    first = optimizer.planned_parameters()
+    assert any(p.scale != 1.0 for p in first)
+    for group in optimizer.param_groups:
+        group.update(lora_scale="factor", ns_steps=9)
+    now = optimizer.planned_parameters()
+    assert [p.scale for p in now] == [1.0] * len(first)
+    assert [p.costs for p in now] == [p.costs for p in first]
+
+
 # --- what PEFT adds ---------------------------------------------------------------------------------------------------
 
 
