@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,9 +28,6 @@ from hf_emopt.rules.base import Group, state_dtype
 from hf_emopt.rules.elementwise import adamw_step, apply_updates
 from hf_emopt.rules.masters import needs_master
 from hf_emopt.transform import Roster, Transform
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = [
     "Task",
