@@ -42,15 +42,15 @@ def materialize(engine: Engine) -> None:
         for index, bucket in enumerate(plan.buckets):
             group = engine.groups[bucket.group]
             for i in range(len(bucket.parameters)):
-                state = engine.state_of(bucket, i)
+                state = engine.states.of(bucket, i)
                 if plan is engine.plan and engine.rule.scheduled:
                     state.setdefault("rounds", torch.zeros((), dtype=torch.int64))
             if plan is engine.plan:
                 for b, batch in enumerate(engine.batches(index, bucket)):
-                    engine.unit_storage((index, b), bucket, batch, group)
+                    engine.states.of_batch((index, b), bucket, batch, group)
             if bucket.storage.world_size > 1:
                 for i in range(len(bucket.parameters)):
-                    state = engine.state_of(bucket, i)
+                    state = engine.states.of(bucket, i)
                     for key in _expected(engine, bucket, i):
                         if key not in state:
                             state[key] = torch.empty(0)
@@ -58,7 +58,7 @@ def materialize(engine: Engine) -> None:
     for group, params in zip(engine.groups, engine.params):
         for name, param in zip(group["param_names"], params):
             if name not in planned:
-                engine.ready_state(param, group)
+                engine.states.ready(param, group)
 
 
 def _expected(engine: Engine, bucket: Bucket, i: int) -> State:
@@ -88,11 +88,11 @@ def fresh(engine: Engine) -> dict[str, State]:
         for bucket in plan.buckets:
             group = engine.groups[bucket.group]
             for i, parameter in enumerate(bucket.parameters):
-                if engine.owned_of(bucket, i) is None:
+                if engine.states.owned(bucket, i) is None:
                     continue
                 param = engine.parameter(bucket, i).detach().cpu()
                 whole = _start(engine, bucket, i, param, torch.empty(0, dtype=param.dtype), group)
-                counts = {k: torch.zeros_like(v) for k, v in engine.state_of(bucket, i).items() if is_count(k)}
+                counts = {k: torch.zeros_like(v) for k, v in engine.states.of(bucket, i).items() if is_count(k)}
                 result[parameter.name] = whole | counts
     return result
 
@@ -108,13 +108,13 @@ def gathered(engine: Engine, keep: bool = True) -> dict[str, State]:
     for plan in (engine.plan, engine.aux_plan):
         for bucket in plan.buckets:
             for i, parameter in enumerate(bucket.parameters):
-                state = engine.state_of(bucket, i)
+                state = engine.states.of(bucket, i)
                 whole: State = {
                     key: value.detach().to("cpu", copy=True)
                     for key, value in state.items()
-                    if is_count(key) or (is_shaped(key) and engine.owned_of(bucket, i) is None)
+                    if is_count(key) or (is_shaped(key) and engine.states.owned(bucket, i) is None)
                 }
-                if engine.owned_of(bucket, i) is not None:
+                if engine.states.owned(bucket, i) is not None:
                     whole |= _whole_shaped(engine, bucket, i, keep)
                 whole |= whole_unit_state(engine, bucket, i, lambda t: t.to("cpu", copy=True) if keep else None)
                 result[parameter.name] = whole
@@ -126,7 +126,7 @@ def _whole_shaped(engine: Engine, bucket: Bucket, i: int, keep: bool) -> State:
     param, group = engine.parameter(bucket, i), engine.groups[bucket.group]
     expected = elementwise_state(engine.rule, group, _meta(param), param.shape)
     state = engine.state[param]
-    mine = engine.owned_of(bucket, i) or []
+    mine = engine.states.owned(bucket, i) or []
     result: State = {}
     for key, like in sorted(expected.items()):
         whole = torch.empty(like.shape, dtype=like.dtype, device=param.device)
@@ -263,18 +263,18 @@ def keep_owned(engine: Engine, whole: dict[str, State]) -> None:
                 continue
             storage = storage_of(param, engine.grids[name])
             engine.state[param] = {
-                key: as_parameter(value, param, storage, key, engine.home_device(param, key))
+                key: as_parameter(value, param, storage, key, engine.states.home_device(param, key))
                 if is_shaped(key)
                 else value.detach().to("cpu" if key == "rounds" else param.device, copy=True)
                 for key, value in sorted(whole[name].items())
             }
-    engine.bring_home()
+    engine.states.bring_home()
 
 
 def _own(engine: Engine, bucket: Bucket, i: int, whole: State, param: Tensor) -> State:
     parameter, group = bucket.parameters[i], engine.groups[bucket.group]
     position = engine.grid_of_bucket(bucket).position
-    held = engine.owned_of(bucket, i)
+    held = engine.states.owned(bucket, i)
     mine = [s for s in bucket.owned(position) if s.parameter == i]
     device = compute_device(param)
     kept: State = {}
@@ -282,7 +282,7 @@ def _own(engine: Engine, bucket: Bucket, i: int, whole: State, param: Tensor) ->
         value = whole[key]
         if is_shaped(key):
             part = value if held is None else part_of(_full(value), held, key)
-            where = engine.home_device(param, key)
+            where = engine.states.home_device(param, key)
             if part is not None:
                 kept[key] = (
                     as_parameter(part, param, parameter.storage, key, where)

@@ -28,22 +28,19 @@ from hf_emopt.distributed.layout import (
     Grid,
     Partition,
     is_sharded,
-    local_tensor,
-    whole_shape,
 )
 from hf_emopt.distributed.plan import Batch, Bucket, Plan, PlannedParameter, Segment
 from hf_emopt.distributed.process_groups import group_of, open_groups
 from hf_emopt.distributed.slots import Matrix, matrix_of, plan_slots
+from hf_emopt.held_states import HeldStates
 from hf_emopt.hosted import Fetched, InPlace
-from hf_emopt.kept_states import KeptStates
 from hf_emopt.offload import StateOffload
 from hf_emopt.passes import Gradients, Part
-from hf_emopt.places import compute_device, is_offloaded, part_of
+from hf_emopt.places import compute_device, is_offloaded
 from hf_emopt.planned import planned_sizes
 from hf_emopt.rules.background import Beside
 from hf_emopt.rules.base import Group, MatrixRule, state_dtype
 from hf_emopt.state import is_shaped
-from hf_emopt.stored import Lender, elementwise_state, laid_out, shape_of_entry, unit_state
 
 if TYPE_CHECKING:
     from hf_emopt.measuring import Watch
@@ -96,7 +93,6 @@ class Engine:
         self.aux_plan: Plan = make_plan(others, forward_order=overlaps)
         self.transform_count = 0
         self._overlaps = overlaps
-        self.unit_states: dict[tuple[int, int], State] = {}
         self.council = Council(None, ())
         self._councils: dict[frozenset[str], Council] = {}
         self._agreement = Agreement(None, frozenset())
@@ -105,9 +101,6 @@ class Engine:
         self._exchanges: dict[tuple[Any, ...], Exchange] = {}
         self._channels: dict[torch.device, Channel] = {}
         self._kept: dict[tuple[Any, ...], Any] = {}
-        self._local_states: dict[int, tuple[tuple[Any, ...], State]] = {}
-        self._bucket_states: dict[int, KeptStates] = {}
-        self._own_states: dict[tuple[int, int], KeptStates] = {}
         self._batches: dict[int, tuple[Batch, ...]] = {}
         self._teams: dict[tuple[int, ...], Any] = {}
         self.undisturbed = False
@@ -119,8 +112,7 @@ class Engine:
         self._rows: dict[tuple[Any, ...], Tensor] = {}
         self.shared_aux = frozenset(p.name for bucket in self.aux_plan.buckets for p in bucket.parameters)
         self.offload = StateOffload() if offloads else None
-        self.lender = Lender(self.offload)
-        self.bring_home()
+        self.states = HeldStates(rule, groups, self.params, state, grids, self.offload)
         self._prepared = False
         self.watch: Watch | None = None
         """Measures the steps, where somebody wants to know."""
@@ -369,128 +361,6 @@ class Engine:
 
     # ------------------------------------------------------------------ state
 
-    def ready_state(self, param: Tensor, group: Group, owned: Sequence[Segment] | None = None) -> State:
-        """The parameter's state, made when it is first met.
-
-        Args:
-            owned: this rank's segments, where ranks share a parameter that each holds whole: state is theirs alone.
-        """
-        state: State = self.state[param]
-        if "step" in state:
-            return state
-        state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
-        like = local_tensor(param) if owned is None else part_of(param, owned)
-        if like is None:
-            return state
-        for key, value in elementwise_state(self.rule, group, like, whole_shape(param)).items():
-            if key not in state:
-                whole = shape_of_entry(key, param.shape)
-                state[key] = self.lender.home(key, laid_out(value, param, whole), param.device)
-        return state
-
-    def bring_home(self) -> None:
-        """Puts all state where it lies between steps; for state that came from elsewhere."""
-        if self.offload is None:
-            return
-        for param, state in self.state.items():
-            for key, value in state.items():
-                state[key] = self.lender.home(key, value, compute_device(param) if "." in key else param.device)
-
-    def home_device(self, param: Tensor, key: str) -> torch.device:
-        """Where an entry of a parameter's elementwise state lies between steps."""
-        return param.device if self.offload is None or key == "step" else torch.device("cpu")
-
-    def state_of(self, bucket: Bucket, i: int) -> State:
-        """State of the ``i``-th parameter of a bucket."""
-        param = self.parameter(bucket, i)
-        state: State = self.state[param]
-        if "step" in state:
-            return state
-        return self.ready_state(param, self.groups[bucket.group], self.owned_of(bucket, i))
-
-    def local_state(self, bucket: Bucket, i: int) -> State:
-        """:meth:`state_of` as this rank holds it, without that of whole matrices; the same object while it is the same."""
-        param, state = self.parameter(bucket, i), self.state_of(bucket, i)
-        entries = tuple(state.values())
-        known = self._local_states.get(id(param))  # not that of the state: of one that was replaced entries would stay
-        if known is not None and tuple(map(id, known[0])) == tuple(map(id, entries)):
-            return known[1]
-        local = {key: local_tensor(value) for key, value in state.items() if "." not in key}
-        # The entries are kept, so that no other tensor gets their identity.
-        self._local_states[id(param)] = entries, local
-        return local
-
-    def bucket_states(self, index: int, bucket: Bucket, present: Sequence[int]) -> KeptStates:
-        """:meth:`state_of` and :meth:`local_state` of some of a bucket's matrices; one object while they stay the same."""
-        # One for a bucket: those of other parameters would keep tensors alive that have been replaced.
-        known = self._bucket_states.get(index)
-        if known is not None and known.keys == tuple(present) and known.still(self.state):
-            return known
-        params = [self.parameter(bucket, i) for i in present]
-        states = [self.state_of(bucket, i) for i in present]
-        local = {i: self.local_state(bucket, i) for i in present}
-        self._bucket_states[index] = KeptStates(params, states, local)
-        return self._bucket_states[index]
-
-    def own_states(self, key: tuple[int, int], params: list[Tensor], group: Group) -> list[State]:
-        """:meth:`ready_state` of parameters that are stepped element by element, as this rank holds it.
-
-        Args:
-            key: of the parameters that are stepped together, mostly the same in every step.
-        """
-        known = self._own_states.get(key)
-        if known is None or not known.still(self.state, params):
-            states = [self.ready_state(p, group) for p in params]
-            local = {i: {k: local_tensor(v) for k, v in state.items()} for i, state in enumerate(states)}
-            known = self._own_states[key] = KeptStates(list(params), states, local)
-        return [{**state} for state in known.local.values()]
-
-    def owned_of(self, bucket: Bucket, i: int) -> list[Segment] | None:
-        """This rank's segments of a parameter whose state lies with owners; ``None`` where it lies as the parameter does."""
-        grid = self.grid_of_bucket(bucket)
-        if not self._has_owners(bucket):
-            return None
-        return [s for s in bucket.owned(grid.position) if s.parameter == i]
-
-    def _has_owners(self, bucket: Bucket) -> bool:
-        """Whether every rank holds the bucket's parameters whole and their state lies with owners."""
-        return bucket.storage.world_size > 1 and not is_sharded(self.parameter(bucket, 0))
-
-    def next_round(self, state: State) -> int:
-        """Counts the optimizer steps that a parameter took part in, on the host; for rules with a schedule."""
-        state.setdefault("rounds", torch.zeros((), dtype=torch.int64)).add_(1)
-        return int(state["rounds"])
-
-    def unit_storage(self, key: tuple[int, int], bucket: Bucket, batch: Batch, group: Group) -> State:
-        """State of a batch of matrices, one tensor for all of them; ``state`` holds views of it by parameter.
-
-        Made when a batch is first met, from what ``state`` has (a loaded checkpoint) or from the rule's start.
-        """
-        if key in self.unit_states:
-            return self.unit_states[key]
-        owned = bucket.owned(self.grid_of_bucket(bucket).position)
-        runs: list[tuple[int, int, int]] = []  # parameter, unit, matrices: neighbours of one parameter are one
-        for (i, place), size in zip(batch.jobs, batch.sizes):
-            which, u = owned[i].parameter, owned[i].index(place)
-            if runs and runs[-1][:2] == (which, u):
-                size += runs.pop()[2]
-            runs.append((which, u, size))
-        parts: dict[str, list[Tensor]] = defaultdict(list)
-        for i, u, size in runs:
-            param = self.parameter(bucket, i)
-            known = self.state.get(param, {})
-            like = torch.empty(0, dtype=param.dtype, device=compute_device(param))
-            for name, value in unit_state(self.rule, group, (size, *batch.shape), like).items():
-                there = value if self.offload is None else self.lender.home(name, value, value.device)
-                parts[name].append(known.get(f"{name}.{u}", there).to(there.device))
-        device = compute_device(self.parameter(bucket, runs[0][0]))
-        storage = {name: self.lender.home(name, torch.cat(values), device) for name, values in parts.items()}
-        for name, value in storage.items():
-            for view, (i, u, _) in zip(value.split([size for _, _, size in runs]), runs):
-                self.state[self.parameter(bucket, i)][f"{name}.{u}"] = view
-        self.unit_states[key] = storage
-        return storage
-
     def rows(self, rows: Sequence[int], device: torch.device) -> Tensor:
         """Rows of a batch as an index on the device; kept, since the same parameters tend to be without a gradient."""
         key = (device, *rows)
@@ -503,7 +373,7 @@ class Engine:
     def settle(self) -> None:
         """Finishes what a rule computes in the background, so that ``state`` says all there is to say."""
         self.join()
-        for key, storage in self.unit_states.items():
+        for key, storage in self.states.by_batch.items():
             if not self.rule.in_flight(key):
                 continue
             index, b = key
@@ -512,7 +382,7 @@ class Engine:
             param = self.parameter(bucket, segment.parameter)
             device = compute_device(param)
             args = (device, lambda _: True, state_dtype(param), self.groups[bucket.group])
-            with self.lender.lent(("settled", key), [storage], *args) as lent:
+            with self.states.lender.lent(("settled", key), [storage], *args) as lent:
                 self.rule.settle(key, lent[0])
         if self.offload is not None:
             self.offload.settle()
@@ -520,7 +390,7 @@ class Engine:
     @property
     def has_owned_state(self) -> bool:
         """Whether a parameter that every rank holds whole has its state with owners."""
-        owners = any(self._has_owners(b) for plan in (self.plan, self.aux_plan) for b in plan.buckets)
+        owners = any(self.states.has_owners(b) for plan in (self.plan, self.aux_plan) for b in plan.buckets)
         return owners and self.scattered
 
     @property
@@ -533,6 +403,11 @@ class Engine:
     def slot(self, bucket: Bucket, segment: Segment, unit: int, b: int) -> tuple[int, ...]:
         """Slots of the pieces of a matrix."""
         return self._slots[matrix_of(bucket, segment, unit, b)]
+
+    def next_round(self, state: State) -> int:
+        """Counts the optimizer steps that a parameter took part in, on the host; for rules with a schedule."""
+        state.setdefault("rounds", torch.zeros((), dtype=torch.int64)).add_(1)
+        return int(state["rounds"])
 
     def _follow_periods(self) -> None:
         """Assigns slots anew when a period was changed: a slot past the new period would never come."""

@@ -56,7 +56,7 @@ def step_pair_bucket(engine: Engine, index: int, bucket: Bucket, present: Sequen
     """
     _check_complete(bucket, present)
     params, watch = [engine.parameter(bucket, i) for i in present], engine.watch
-    states = [engine.state_of(bucket, i) for i in present]
+    states = [engine.states.of(bucket, i) for i in present]
     chosen = set(present)
     owned = [s for s in bucket.owned(engine.grid_of_bucket(bucket).position) if s.parameter in chosen]
     device = compute_device(params[0])
@@ -131,7 +131,7 @@ def _updates(
 ) -> list[Tensor]:
     """The update of each owned segment, both of a pair from one call, and pairs of one shape in one batch."""
     for b, batch in enumerate(engine.batches(index, bucket)):  # makes the state of whole factors
-        engine.unit_storage((index, b), bucket, batch, engine.groups[bucket.group])
+        engine.states.of_batch((index, b), bucket, batch, engine.groups[bucket.group])
     place = {bucket.parameters[s.parameter].name: k for k, s in enumerate(owned)}
     alike: dict[tuple[object, ...], list[_Job]] = defaultdict(list)
     for k in place.values():
@@ -149,7 +149,7 @@ def _updates(
     kept = {s.parameter: _unit_state(engine, bucket, s) for s in owned}
     ok, noise = engine.ok_on(messages[0].device), moment_noise(index, group, messages[0].device, 0, 1)
     args = (list(kept.values()), messages[0].device, lambda name: True, state_dtype(messages[0]), group, ok, noise)
-    with engine.lender.lent(("pairs", index), *args) as lent:
+    with engine.states.lender.lent(("pairs", index), *args) as lent:
         states = dict(zip(kept, lent))
         for kind, jobs in alike.items():
             like = messages[jobs[0].starting]

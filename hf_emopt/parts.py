@@ -37,7 +37,7 @@ AUX_PIECES = 2**16
 
 def home_states(engine: Engine, bucket: Bucket, which: Sequence[int]) -> dict[int, State]:
     """This rank's state of some of a bucket's parameters as it is kept, without that of whole matrices."""
-    return {i: engine.local_state(bucket, i) for i in which}
+    return {i: engine.states.local(bucket, i) for i in which}
 
 
 def lent_states(
@@ -51,7 +51,7 @@ def lent_states(
     noise: Callable[[], torch.Generator] | None = None,
 ) -> AbstractContextManager[dict[int, State]]:
     """States of a bucket's parameters as a phase needs them; see :meth:`~hf_emopt.stored.Lender.lent`."""
-    if not home or engine.lender.lends_as_kept(group):
+    if not home or engine.states.lender.lends_as_kept(group):
         return nullcontext(home)
     return _lent_states(engine, name, bucket, home, wanted, group, ok, noise)
 
@@ -69,7 +69,7 @@ def _lent_states(
 ) -> Iterator[dict[int, State]]:
     param, states = engine.parameter(bucket, next(iter(home))), list(home.values())
     args = (name, states, compute_device(param), wanted, state_dtype(param), group, ok, noise, is_offloaded(param))
-    with engine.lender.lent(*args) as lent:
+    with engine.states.lender.lent(*args) as lent:
         yield dict(zip(home, lent))
 
 
@@ -87,7 +87,7 @@ class Workplace:
         self, engine: Engine, index: int, bucket: Bucket, present: Sequence[int], owned: Sequence[Segment]
     ) -> None:
         self.engine, self.index, self.bucket, self.present, self.owned = engine, index, bucket, present, owned
-        known = engine.bucket_states(index, bucket, present)
+        known = engine.states.of_bucket(index, bucket, present)
         self.states, self.params = known.states, known.params
         """State of all present parameters, as the optimizer has it."""
         self.sharded, self.device = is_sharded(self.params[0]), compute_device(self.params[0])

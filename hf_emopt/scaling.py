@@ -69,7 +69,7 @@ def _owned(engine: Engine, param: Tensor) -> tuple[Grid, list[Segment]] | None:
         for bucket in plan.buckets:
             for i in range(len(bucket.parameters)):
                 if engine.parameter(bucket, i) is param:
-                    segments = engine.owned_of(bucket, i)
+                    segments = engine.states.owned(bucket, i)
                     return None if segments is None else (engine.grid_of_bucket(bucket), segments)
     return None
 

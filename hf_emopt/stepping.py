@@ -272,7 +272,7 @@ def step_aux_bucket(engine: Engine, index: int, bucket: Bucket, present: Sequenc
     owned = [s for s in bucket.owned(grid.position) if s.parameter in chosen]
     ok = engine.ok_on(params[0].device)
     mine = {s.parameter for s in owned}
-    engine.count_step([engine.state_of(bucket, i) for i in present if i not in mine], ok)
+    engine.count_step([engine.states.of(bucket, i) for i in present if i not in mine], ok)
     generator = weight_noise(index, group, params[0].device, grid.position)
     noise = moment_noise(index, group, params[0].device, grid.position, AUX_PIECES)
     home = home_states(engine, bucket, sorted(mine))
@@ -309,7 +309,7 @@ def step_own_aux(engine: Engine, group_index: int, group: Group, present: frozen
 
 def _step_own_parts(engine: Engine, group_index: int, group: Group, params: list[Tensor], number: int) -> Task:
     device = compute_device(params[0])
-    states = engine.own_states((group_index, number), params, group)
+    states = engine.states.elementwise((group_index, number), params, group)
     held = zip(local_tensors(params), gradients(params), states)
     fetched = engine.fetch(params, [Part(weight, grad, state) for weight, grad, state in held], ("step",))
     if fetched.early:
@@ -321,7 +321,7 @@ def _step_own_parts(engine: Engine, group_index: int, group: Group, params: list
     noise = moment_noise(group_index, group, device, 0, AUX_PIECES + 1 + number)
     args = (device, lambda key: True, state_dtype(params[0]), group, ok, noise, fetched.early)
     with (
-        engine.lender.lent(("own", group_index, number), states, *args) as lent,
+        engine.states.lender.lent(("own", group_index, number), states, *args) as lent,
         nullcontext() if watch is None else watch.own(group, params, weights, lent),
     ):
         adamw_step(weights, grads, lent, group, ok, generator)

@@ -166,7 +166,7 @@ class Transform:
         whole = len(self.owned) == len(self.every)
         for b, (batch, x) in enumerate(zip(self.batches, stacked)):
             key = (self.index, b)
-            storage = self.engine.unit_storage(key, self.bucket, batch, self.group)
+            storage = self.engine.states.of_batch(key, self.bucket, batch, self.group)
             if x is None:
                 continue
             jobs = self.roster.jobs[b]
@@ -192,11 +192,11 @@ class Transform:
 
     def _lent(self, key: tuple[int, int], storage: State, x: Tensor) -> AbstractContextManager[list[State]]:
         """State of a batch while it is transformed."""
-        if self.engine.lender.lends_as_kept(self.group):
+        if self.engine.states.lender.lends_as_kept(self.group):
             return nullcontext([storage])
         noise = moment_noise(self.index, self.group, x.device, self.grid.shard, 1 + key[1])
         ok, wide = self.engine.ok_on(x.device), torch.promote_types(x.dtype, torch.float32)
-        return self.engine.lender.lent(
+        return self.engine.states.lender.lent(
             ("units", key), [storage], x.device, lambda name: True, wide, self.group, ok, noise
         )
 
@@ -262,5 +262,5 @@ class Transform:
             tuple(self.rounds[s.parameter] for s, _, size in jobs for _ in range(size)),
             tuple(self.engine.slot(self.bucket, s, u, b) for s, u, size in jobs for b in range(size)),
             key,
-            key is not None and self.engine.undisturbed and self.engine.lender.lends_as_kept(self.group),
+            key is not None and self.engine.undisturbed and self.engine.states.lender.lends_as_kept(self.group),
         )

@@ -9,9 +9,8 @@ from __future__ import annotations
 import logging
 from abc import abstractmethod
 from collections.abc import Sequence
-from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import ClassVar, Literal
 
@@ -23,8 +22,9 @@ from hf_emopt.linalg.precision import matmul_precision
 from hf_emopt.rules.background import Background, Beside
 from hf_emopt.rules.base import Clock, Group, MatrixRule
 from hf_emopt.rules.blocks import BlockGrid, BlockState, Side
+from hf_emopt.rules.refreshed import Flight, Refreshed, Snapshot, Unread
 
-__all__ = ["CALL_COST", "REFRESHES", "Refresh", "Refreshed", "RefreshingRule", "Snapshot"]
+__all__ = ["CALL_COST", "REFRESHES", "Refresh", "RefreshingRule"]
 
 logger = logging.getLogger("hf_emopt")
 
@@ -47,66 +47,6 @@ CALL_COST = 10**9
 """What a call costs of its own, in the units of :meth:`RefreshingRule.periodic_costs`."""
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """What a refresh is computed from: tensors ``(sides, ...)`` by name, of sides of one size.
-
-    Attributes:
-        order: dimensions of their blocks that are preconditioned.
-    """
-
-    tensors: dict[str, Tensor]
-    order: int
-
-
-@dataclass(frozen=True)
-class Refreshed:
-    """What a refresh gives: new state ``(sides, ...)`` by name, and which sides failed.
-
-    Attributes:
-        clean: the host knows already that none failed.
-        unread: tried without a look at the result. What failed is still to climb the ladder.
-    """
-
-    tensors: dict[str, Tensor]
-    failed: Tensor
-    clean: bool = False
-    unread: bool = False
-
-    def split(self, sizes: Sequence[int]) -> list[Refreshed]:
-        """Results of runs of sides."""
-        parts = {name: value.split(list(sizes)) for name, value in self.tensors.items()}
-        return [
-            Refreshed({name: values[i] for name, values in parts.items()}, failed, self.clean, self.unread)
-            for i, failed in enumerate(self.failed.split(list(sizes)))
-        ]
-
-
-@dataclass
-class _Flight:
-    """A refresh under way: which sides, their results, and whether the step that began it is skipped."""
-
-    sides: list[Side]
-    result: Future[Refreshed]
-    skipped: Tensor | None
-
-
-@dataclass
-class _Unread:
-    """What failed in the refreshes of a step, on its way to the host.
-
-    Attributes:
-        sides: with blocks that hold no gradients.
-        flags: on the host, one for each side of a block, in order; valid once ``arrived``.
-        options: hyperparameters as they were.
-    """
-
-    sides: list[Side]
-    flags: Tensor
-    arrived: torch.cuda.Event | None
-    options: Group
-
-
 class RefreshingRule(MatrixRule):
     """The schedule of refreshes, their failures, and those that run in the background."""
 
@@ -121,8 +61,8 @@ class RefreshingRule(MatrixRule):
         self._background = Background()
         self._beside = Beside("refresh", LANES)
         self._calls = 0
-        self._flights: dict[tuple[int, int], list[_Flight]] = {}
-        self._unread: dict[tuple[int, int], _Unread] = {}
+        self._flights: dict[tuple[int, int], list[Flight]] = {}
+        self._unread: dict[tuple[int, int], Unread] = {}
         self._rows: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
 
     def __getstate__(self) -> dict[str, object]:
@@ -318,7 +258,7 @@ class RefreshingRule(MatrixRule):
         if failed.is_cuda:
             arrived = torch.cuda.Event()
             arrived.record(torch.cuda.current_stream(failed.device))
-        self._unread[key] = _Unread(sides, flags, arrived, dict(group))
+        self._unread[key] = Unread(sides, flags, arrived, dict(group))
 
     def refresh_beside(
         self, blocks: Sequence[BlockState], group: Group, ok: Tensor | None, clock: Clock, device: torch.device
@@ -397,7 +337,7 @@ class RefreshingRule(MatrixRule):
                 continue
             device = alike[0].block.grads.device
             result = self._background.submit(device, partial(self.compute, snapshot, options, first=False))
-            self._flights.setdefault(clock.key, []).append(_Flight(alike, result, skipped))
+            self._flights.setdefault(clock.key, []).append(Flight(alike, result, skipped))
 
     def _deliver(self, sides: Sequence[Side], new: Refreshed, skipped: Tensor | None) -> None:
         for side, part in zip(sides, new.split([len(s.chosen) for s in sides])):

@@ -32,7 +32,7 @@ from hf_emopt.rules.blocks import (
 from hf_emopt.rules.checks import check_betas, check_choice, check_flags, check_number, check_whole
 from hf_emopt.rules.conditioning import condition_of_root
 from hf_emopt.rules.kronecker import FACTOR_DTYPES, Gate, KroneckerRule, gate_of
-from hf_emopt.rules.refresh import Refreshed, Snapshot
+from hf_emopt.rules.refreshed import Refreshed, Snapshot
 
 __all__ = ["GRAFTING", "Grafting", "KLShampooRule", "ShampooRule"]
 

@@ -34,7 +34,7 @@ from hf_emopt.rules.blocks import (
 from hf_emopt.rules.checks import check_betas, check_choice, check_number
 from hf_emopt.rules.conditioning import condition_in_basis, condition_of_spectrum
 from hf_emopt.rules.kronecker import FACTOR_DTYPES, Gate, KroneckerRule, gate_of
-from hf_emopt.rules.refresh import Refreshed, Snapshot
+from hf_emopt.rules.refreshed import Refreshed, Snapshot
 
 __all__ = ["SoapRule"]
 
