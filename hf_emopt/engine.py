@@ -37,7 +37,7 @@ from hf_emopt.hosted import Fetched, InPlace
 from hf_emopt.offload import StateOffload
 from hf_emopt.passes import Gradients, Part
 from hf_emopt.places import compute_device, is_offloaded
-from hf_emopt.planned import planned_sizes
+from hf_emopt.planned import plan_of, world_size
 from hf_emopt.rules.background import Beside
 from hf_emopt.rules.base import Group, MatrixRule, state_dtype
 from hf_emopt.state import is_shaped
@@ -86,10 +86,9 @@ class Engine:
         # As planned: wrappers put other parameters into groups, and state is found under those it was made for.
         self.params = [list(group["params"]) for group in groups]
         self.transport_dtype = transport_dtype
-        self.world_size = max((grid.world_size for grid in grids.values()), default=1)
+        self.world_size = world_size(grids)
         """Ranks that share any parameter."""
-        sizes = planned_sizes(rule.scheduled, groups, offloads, self.world_size)
-        self.plan: Plan = make_plan(matrices, sizes, forward_order=overlaps)
+        self.plan: Plan = plan_of(matrices, rule, groups, self.world_size, offloads, overlaps)
         self.aux_plan: Plan = make_plan(others, forward_order=overlaps)
         self.transform_count = 0
         self._overlaps = overlaps
@@ -179,18 +178,6 @@ class Engine:
 
     # ------------------------------------------------------------------ a step
 
-    def observe(self, watch: Watch | None) -> None:
-        """Sets who measures the next steps, or nobody; what carries matrices is then timed."""
-        self.watch = watch
-        if watch is None:
-            self.__dict__.pop("exchange", None)
-            return
-
-        def timed(*args: Any, **options: Any) -> Exchange:
-            return watch.stopwatch.exchange(Engine.exchange(self, *args, **options))
-
-        self.exchange = timed  # type: ignore[method-assign]
-
     def begin(self, gradients: Gradients, among: frozenset[str] | None = None) -> Agreement:
         """Settles whether this step counts and which parameters take part.
 
@@ -251,7 +238,7 @@ class Engine:
         """Before the tasks of a step, when it is settled whether it counts.
 
         Args:
-            undisturbed: see there.
+            undisturbed: nobody reads state or weights before :meth:`end_tasks`.
         """
         self.undisturbed = undisturbed
         if undisturbed and self.world_size > 1 and self.offload is None:
@@ -299,8 +286,8 @@ class Engine:
             self._batches[index] = bucket.batches(self.grid_of_bucket(bucket).position)
         return self._batches[index]
 
-    def exchange(self, index: int, bucket: Bucket, present: Sequence[int], exact: bool = False) -> Exchange:
-        """The collectives of a bucket; ``exact`` carries the parameters' own dtype."""
+    def exchange(self, bucket: Bucket, present: Sequence[int], exact: bool = False) -> Exchange:
+        """The collectives of a bucket, timed where somebody measures; ``exact`` carries the parameters' own dtype."""
         key = (id(bucket), exact, None if len(present) == len(bucket.parameters) else tuple(present))
         if key not in self._exchanges:
             if len(self._exchanges) > _MAX_EXCHANGES:  # gradients that come and go make many subsets
@@ -312,7 +299,8 @@ class Engine:
                 dtype = torch.promote_types(param.dtype, torch.float32)
             grid = self.grid_of_bucket(bucket)
             self._exchanges[key] = Exchange(bucket, grid, present, dtype, compute_device(param))
-        return self._exchanges[key]
+        found = self._exchanges[key]
+        return found if self.watch is None else self.watch.stopwatch.exchange(found)
 
     def kept(self, what: str, index: int, present: Sequence[int], make: Callable[[], Any]) -> Any:
         """What follows from the plan and from which of a bucket's parameters take part, made when first asked for."""

@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hf_emopt.arranging import Choice, ModeOverrides, describe
-from hf_emopt.checkpointing import consolidate, emitted, left_behind, loaded, only_initializes
+from hf_emopt.checkpointing import consolidate, emitted, left_behind, loaded
 from hf_emopt.consolidation import keep_owned
 from hf_emopt.diagnostics import Diagnostics, Level
-from hf_emopt.distributed.assignment import make_plan
 from hf_emopt.distributed.delayed import DelayedUpdates, check_overlap
 from hf_emopt.distributed.layout import (
     LOST,
@@ -26,23 +25,21 @@ from hf_emopt.distributed.layout import (
     ProcessGroupArgument,
     build_grids,
 )
-from hf_emopt.distributed.plan import Bucket, Plan, PlannedParameter
+from hf_emopt.distributed.plan import Plan, PlannedParameter
 from hf_emopt.early_fetch import EarlyFetch
 from hf_emopt.engine import Engine
 from hf_emopt.flat_checkpoints import emitted_runs, is_runs, loaded_runs
 from hf_emopt.flattened import Flattened
 from hf_emopt.groups import GroupBuilder, ParamsArgument, check_lora_options, describe_torch_group
-from hf_emopt.pairs import step_pair_bucket
-from hf_emopt.passes import look_at_gradients
-from hf_emopt.planned import hyperparameters, planned_copies, planned_matrices, planned_sizes
-from hf_emopt.refreshing import refresh, warn_of_strangers
+from hf_emopt.one_step import step_together
+from hf_emopt.planned import hyperparameters, plan_of, planned_copies, planned_matrices, world_size
+from hf_emopt.refreshing import refresh
 from hf_emopt.routing.adapters import LoraMode
 from hf_emopt.routing.route import ParameterRoute, RouteTable, coverage_warning
 from hf_emopt.routing.unit import Unit
 from hf_emopt.rules.base import Group, MatrixRule
 from hf_emopt.rules.checks import check_flags
 from hf_emopt.state import STATE_VERSION
-from hf_emopt.stepping import Task, pipeline, step_aux_bucket, step_bucket, step_own_aux
 from hf_emopt.stored import OffloadState, check_state_options, describe_memory
 from hf_emopt.validation import (
     checked_process_group,
@@ -136,9 +133,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._early = EarlyFetch()
         self._diagnostics = Diagnostics()
         self._skipped: dict[torch.device, Tensor] = {}
-        self._skipped_by_wrapper: Callable[[], int] | None = (
-            None  # steps that were never asked for, for the same reason
-        )
+        # Of steps that a wrapper (DeepSpeed) skipped for the same reason before it came to ask for them.
+        self._skipped_by_wrapper: Callable[[], int] | None = None
         self._transforms = 0
         self._engine: Engine | None = None
         self._flattened: Flattened | None = None
@@ -219,8 +215,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:
-        """State by parameter. With ``offload_state``, asking for it waits until all of it is on the host; else, the current
-        stream waits for refreshes that run beside what follows a step.
+        """State by parameter. With ``offload_state``, asking for it waits until all of it is on the host; in any case, the
+        current stream waits for refreshes that run beside what follows a step.
 
         So what is read is what the last step left, and what is written is what the next one starts from, also where it is
         written through ``.data`` or NumPy. After every step ask anew: a tensor that was kept from before may still be
@@ -265,9 +261,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     def _plan_anew(self) -> Plan:
         grids = self._grids()
-        world = max((grid.world_size for grid in grids.values()), default=1)
-        sizes = planned_sizes(self.rule.scheduled, self.param_groups, self.offload_state is not None, world)
-        return make_plan(self.planned_parameters(grids), sizes, forward_order=self._overlaps)
+        matrices, offloads = self.planned_parameters(grids), self.offload_state is not None
+        return plan_of(matrices, self.rule, self.param_groups, world_size(grids), offloads, self._overlaps)
 
     def _as_built(self) -> AbstractContextManager[None]:
         """Inside, groups have all parameters, also where a wrapper has put flat tensors in their place."""
@@ -318,88 +313,11 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self.synchronize()
         if self._flattened is None:
-            self._step_groups(None)
+            step_together(self, None)
         else:
             with self._flattened.stepping(self) as names:
-                self._step_groups(names)
+                step_together(self, names)
         return loss
-
-    def _step_groups(self, among: frozenset[str] | None) -> None:
-        """A step of the parameters with these names, or of all."""
-        checks = self.skip_nonfinite and not (self._flattened is not None and self._flattened.checked)
-        # First: a GPU looks at all numbers while the host looks at all parameters.
-        gradients = look_at_gradients(self.param_groups, checks)
-        engine = self._current_engine()
-        engine.prepare()
-        self._consolidated = None
-        self._only_initialized = among is None and only_initializes(self, engine)
-        if self._only_initialized:
-            return
-        if engine.offload is not None:
-            engine.offload.begin()
-            self._early.count()
-        engine.observe(self._diagnostics.watch)
-        agreement = engine.begin(gradients, among)
-        if engine.watch is not None:
-            engine.watch.begin(engine, agreement.ok, among)
-        model = self._model() if self._model is not None and among is None else None
-        if model is not None and agreement.present != self._last_present:
-            self._last_present = agreement.present
-            warn_of_strangers(self, model)
-        if agreement.ok is not None:
-            ok = agreement.ok
-            if ok.device not in self._skipped:
-                self._skipped[ok.device] = torch.zeros((), device=ok.device)
-            self._skipped[ok.device].add_(~ok)
-        groups = [self._applied(group) for group in self.param_groups]
-        others = self._tasks(engine.aux_plan, step_aux_bucket, groups)
-        matrices = self._tasks(engine.plan, step_bucket, groups)
-        names = agreement.present - engine.shared_aux
-
-        def own() -> list[Task]:
-            return [
-                task
-                for index, group in enumerate(self.param_groups)
-                if group["kind"] == "aux"
-                for task in step_own_aux(engine, index, group, names)
-            ]
-
-        if self._overlaps and engine.world_size > 1:
-            pipeline(own())
-            tasks = [*others, *matrices]  # the embedding, which a forward pass needs first, is among the others
-            self._delayed.begin((task, [engine.parameter(b, i) for i in engine.present(b)]) for task, b in tasks)
-        else:
-            self._run(engine, matrices, [task for task, _ in others], own)
-        engine.finish_copies()
-
-    def _run(
-        self,
-        engine: Engine,
-        matrices: list[tuple[Task, Bucket]],
-        others: list[Task],
-        own: Callable[[], list[Task]],
-    ) -> None:
-        """All tasks of a step that ends at once.
-
-        Args:
-            others: what is stepped element by element and shared out; ``own`` makes what each rank steps for itself.
-        """
-        engine.begin_tasks(undisturbed=self._diagnostics.watch is None)  # which reads the state of each bucket
-        stay_open = False
-        try:
-            if engine.offload is not None:
-                # The first pieces that leave make room for others, and those of matrices are smaller than an embedding's:
-                # what needs no exchange goes last.
-                pipeline([*others, *[task for task, _ in matrices], *own()])
-            else:
-                # Ranks need not have the same gradients in a bucket of which nothing travels, and the order of others'
-                # collectives must not follow from it.
-                alone = [task for task, bucket in matrices if bucket.communication_free]
-                first = [task for task, bucket in matrices if not bucket.communication_free]
-                pipeline(first, lambda: [*others, *own(), *alone])
-            stay_open = self._flattened is None  # flat parameters and their state are somebody else's between steps
-        finally:
-            engine.end_tasks(stay_open)
 
     @property
     def _overlaps(self) -> bool:
@@ -416,26 +334,6 @@ class MatrixOptimizer(torch.optim.Optimizer):
         engine = vars(self).get("_engine")
         if engine is not None:
             engine.join()
-
-    def _tasks(self, plan: Plan, make: Callable[..., Task], groups: list[Group]) -> list[tuple[Task, Bucket]]:
-        """The steps of a plan's buckets in which something takes part."""
-        engine = self._engine
-        assert engine is not None
-        tasks = []
-        for index, bucket in enumerate(plan.buckets):
-            present = engine.present(bucket)
-            if present:
-                step = step_pair_bucket if bucket.paired else make
-                tasks.append((step(engine, index, bucket, present, groups[bucket.group]), bucket))
-        return tasks
-
-    def _applied(self, group: Group) -> Group:
-        """The group as this step sees it; a scheduler may change the learning rate before a delayed update is applied."""
-        if group["low_precision_weights"] == "stochastic" or group["state_dtype"] == "bfloat16":
-            group["rounding_seed"] = group.get("rounding_seed", 0) + 1
-        if not self._overlaps:
-            return group
-        return {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
 
     def _current_engine(self) -> Engine:
         """The plans for the parameters as they are now; wrappers swap Parameter objects after construction."""

@@ -65,7 +65,7 @@ def step_pair_bucket(engine: Engine, index: int, bucket: Bucket, present: Sequen
         yield
     place.wait()
     ok = engine.ok_on(device)
-    exchange = bucket_exchange(engine, index, bucket, present)
+    exchange = bucket_exchange(engine, bucket, present)
     with place.lent_moments(group, ok) as lent:
         parts = place.parts(lent)
         passes = Passes(engine.rule, parts, _halved_decay(group), ok)
@@ -73,7 +73,7 @@ def step_pair_bucket(engine: Engine, index: int, bucket: Bucket, present: Sequen
         if watch is not None:
             watch.held(engine, bucket, present, owned, parts)
     if exchange is not None and exchange.travels:  # sharded
-        whole = engine.exchange(index, bucket, present, exact=True)
+        whole = engine.exchange(bucket, present, exact=True)
         arrivals = exchange.send(messages), whole.send([part.weight for part in parts])
         yield
         wide = [state_dtype(engine.parameter(bucket, s.parameter)) for s in owned]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_emopt.arranging import Choice, ModeOverrides, arrange
-from hf_emopt.distributed.assignment import MAX_BUCKET_NUMEL, BucketSizes, bucket_sizes
+from hf_emopt.distributed.assignment import MAX_BUCKET_NUMEL, BucketSizes, bucket_sizes, make_plan
 from hf_emopt.distributed.layout import (
     Grid,
     Storage,
@@ -20,12 +20,20 @@ from hf_emopt.distributed.layout import (
     takes_all_ranks,
     whole_numel,
 )
-from hf_emopt.distributed.plan import PlannedParameter
+from hf_emopt.distributed.plan import Plan, PlannedParameter
 from hf_emopt.groups import adapter_at, unpack_units
 from hf_emopt.routing.unit import Unit
 from hf_emopt.rules.base import Group, MatrixRule
 
-__all__ = ["as_first_planned", "hyperparameters", "planned_copies", "planned_matrices", "planned_sizes"]
+__all__ = [
+    "as_first_planned",
+    "hyperparameters",
+    "plan_of",
+    "planned_copies",
+    "planned_matrices",
+    "planned_sizes",
+    "world_size",
+]
 
 
 def hyperparameters(groups: Sequence[Group]) -> list[Group]:
@@ -152,6 +160,30 @@ def planned_sizes(scheduled: bool, groups: Sequence[Group], offloads: bool, worl
         return bucket_sizes()
     large = 2 * MAX_BUCKET_NUMEL
     return bucket_sizes(large if world_size == 1 or scheduled else MAX_BUCKET_NUMEL, large)
+
+
+def world_size(grids: dict[str, Grid]) -> int:
+    """Ranks that share any parameter."""
+    return max((grid.world_size for grid in grids.values()), default=1)
+
+
+def plan_of(
+    matrices: Sequence[PlannedParameter],
+    rule: MatrixRule,
+    groups: Sequence[Group],
+    ranks: int,
+    offloads: bool,
+    overlaps: bool,
+) -> Plan:
+    """The plan of an optimizer's matrices.
+
+    Args:
+        matrices: what :func:`planned_matrices` says.
+        ranks: that share any parameter.
+        offloads: whether state lies on the host between steps.
+        overlaps: whether updates are put off until a forward pass needs them: buckets then follow the model's order.
+    """
+    return make_plan(matrices, planned_sizes(rule.scheduled, groups, offloads, ranks), forward_order=overlaps)
 
 
 def _shard_cost(rule: MatrixRule, shape: tuple[int, int], group: Group, k: int) -> int:

@@ -40,9 +40,8 @@ __all__ = [
 ]
 
 Task = Iterator[None]
-State = dict[str, Tensor]
-
 _AHEAD = 2
+"""Tasks that begin before fillers are made: the second's bytes are on their way when the first has its products queued."""
 
 
 def pipeline(tasks: Sequence[Task], fillers: Callable[[], Sequence[Task]] = tuple) -> None:
@@ -107,7 +106,7 @@ def step_bucket(engine: Engine, index: int, bucket: Bucket, present: Sequence[in
         yield
     place.wait()
     ok = engine.ok_on(place.device)
-    exchange, homes = bucket_exchange(engine, index, bucket, present), None
+    exchange, homes = bucket_exchange(engine, bucket, present), None
     transform = Transform(engine, index, bucket, roster, group, {i: rounds[k] for i, k in row.items()}, place.device)
     if sharded and exchange is not None and exchange.travels:
         with place.lent_moments(group, ok) as lent:
@@ -176,7 +175,7 @@ def conclude(
     params = place.params
     sharded = is_sharded(params[0])
     row = {i: k for k, i in enumerate(present)}
-    exchange = bucket_exchange(engine, index, bucket, present)
+    exchange = bucket_exchange(engine, bucket, present)
     everyone = len(moving) == len(present)
     generator = weight_noise(index, group, place.device, grid.shard)
     if exchange is None:
@@ -211,12 +210,12 @@ def conclude(
             _apply([whole[k] for k in moving], [returned[k] for k in moving], group, ok, generator)
 
 
-def bucket_exchange(engine: Engine, index: int, bucket: Bucket, present: Sequence[int]) -> Exchange | None:
+def bucket_exchange(engine: Engine, bucket: Bucket, present: Sequence[int]) -> Exchange | None:
     """What carries a bucket's matrices; ``None`` in one process."""
     if engine.grid_of_bucket(bucket).world_size == 1:
         return None
     param = engine.parameter(bucket, present[0])
-    return engine.exchange(index, bucket, present, exact=not is_sharded(param) and needs_master(param))
+    return engine.exchange(bucket, present, exact=not is_sharded(param) and needs_master(param))
 
 
 def _scaled(updates: Sequence[Tensor], scales: Sequence[float], stacks: Stacks | None) -> list[Tensor]:
@@ -276,10 +275,8 @@ def step_aux_bucket(engine: Engine, index: int, bucket: Bucket, present: Sequenc
     generator = weight_noise(index, group, params[0].device, grid.position)
     noise = moment_noise(index, group, params[0].device, grid.position, AUX_PIECES)
     home = home_states(engine, bucket, sorted(mine))
-    names, exchange = (
-        [bucket.parameters[s.parameter].name for s in owned],
-        engine.exchange(index, bucket, present, exact=True),
-    )
+    names = [bucket.parameters[s.parameter].name for s in owned]
+    exchange = engine.exchange(bucket, present, exact=True)
     if watch is not None:
         watch.others([(bucket.parameters[i].name, bucket.parameters[i].numel) for i in present], group)
     with lent_states(engine, ("aux", index), bucket, home, lambda key: True, group, ok, noise) as lent:

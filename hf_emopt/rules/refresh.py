@@ -33,8 +33,8 @@ REFRESHES: tuple[str, ...] = ("staggered", "synchronous", "async")
 
 _CALL_SIDE = {"cpu": 128, "cuda": 2048}
 """The side of a matrix whose refresh alone takes as long as what every call costs besides (launches, checks, the host's
-wait). By measurement of SOAP and Shampoo: on an H200 from 1150 to 1900, and on a CPU next to nothing. Other devices are
-taken for a GPU."""
+wait). Measured for SOAP and Shampoo: a side of 1150 to 1900 on an H200, for which the next power of two stands here; on a CPU
+next to nothing, for which 128 does. Other devices are taken for a GPU."""
 
 _SMALL_SIDE = {"cpu": 1000, "cuda": 0}
 """A refresh of side ``s`` takes ``s^2 (s + this)``: on a CPU small matrices are slower than their cubes, 704 taking 8 (eigh)
@@ -44,7 +44,8 @@ LANES = 2
 """Streams on which refreshes of different batches run beside one another. Each keeps some memory for its CUDA graphs."""
 
 CALL_COST = 10**9
-"""What a call costs of its own, in the units of :meth:`RefreshingRule.periodic_costs`."""
+"""What a call costs of its own, beside the work on its sides, in the unit of periodic costs: a billionth of it, so that they
+are integers, which all ranks round alike."""
 
 
 class RefreshingRule(MatrixRule):
@@ -87,7 +88,7 @@ class RefreshingRule(MatrixRule):
         return int(group["precondition_frequency"])
 
     def periodic_costs(self, m: int, n: int, group: Group) -> tuple[int, ...]:
-        """One piece for each preconditioned side of each block, in units of :data:`CALL_COST`."""
+        """One piece for each preconditioned side of each block, where a call costs :data:`CALL_COST`."""
         params = group.get("params") or [torch.empty(0)]
         device = "cpu" if params[0].device.type in ("cpu", "meta") else "cuda"
         call, small = _CALL_SIDE[device], _SMALL_SIDE[device]
@@ -101,7 +102,7 @@ class RefreshingRule(MatrixRule):
         )
 
     def first_round(self, group: Group) -> int:
-        """The round in which a synchronous schedule refreshes for the first time."""
+        """The round of the first refresh, the same for all sides; periods are counted from it."""
         return 1
 
     def due(self, blocks: Sequence[BlockState], group: Group, clock: Clock) -> tuple[list[Side], list[Side]]:

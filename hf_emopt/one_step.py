@@ -1,0 +1,133 @@
+"""One optimizer step, from the gradients to the last update: what is asked first, and in which order buckets go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hf_emopt.checkpointing import only_initializes
+from hf_emopt.distributed.plan import Bucket, Plan
+from hf_emopt.engine import Engine
+from hf_emopt.pairs import step_pair_bucket
+from hf_emopt.passes import look_at_gradients
+from hf_emopt.refreshing import warn_of_strangers
+from hf_emopt.rules.base import Group
+from hf_emopt.stepping import Task, pipeline, step_aux_bucket, step_bucket, step_own_aux
+
+if TYPE_CHECKING:
+    from hf_emopt.matrix_optimizer import MatrixOptimizer
+
+__all__ = ["step_together"]
+
+
+def step_together(optimizer: MatrixOptimizer, among: frozenset[str] | None) -> None:
+    """A step of the parameters with these names, or of all."""
+    checks = optimizer.skip_nonfinite and not (optimizer._flattened is not None and optimizer._flattened.checked)
+    # First: a GPU looks at all numbers while the host looks at all parameters.
+    gradients = look_at_gradients(optimizer.param_groups, checks)
+    engine = optimizer._current_engine()
+    engine.prepare()
+    optimizer._consolidated = None
+    optimizer._only_initialized = among is None and only_initializes(optimizer, engine)
+    if optimizer._only_initialized:
+        return
+    if engine.offload is not None:
+        engine.offload.begin()
+        optimizer._early.count()
+    engine.watch = optimizer._diagnostics.watch
+    agreement = engine.begin(gradients, among)
+    if engine.watch is not None:
+        engine.watch.begin(engine, agreement.ok, among)
+    if among is None:
+        _warn_of_strangers(optimizer, agreement.present)
+    if agreement.ok is not None:
+        _count_skipped(optimizer, agreement.ok)
+    groups = [_applied(optimizer, group) for group in optimizer.param_groups]
+    others = _tasks(engine, engine.aux_plan, step_aux_bucket, groups)
+    matrices = _tasks(engine, engine.plan, step_bucket, groups)
+    names = agreement.present - engine.shared_aux
+
+    def own() -> list[Task]:
+        return [
+            task
+            for index, group in enumerate(optimizer.param_groups)
+            if group["kind"] == "aux"
+            for task in step_own_aux(engine, index, group, names)
+        ]
+
+    if optimizer._overlaps and engine.world_size > 1:
+        pipeline(own())
+        tasks = [*others, *matrices]  # the embedding, which a forward pass needs first, is among the others
+        optimizer._delayed.begin((task, [engine.parameter(b, i) for i in engine.present(b)]) for task, b in tasks)
+    else:
+        # Flat parameters and their state are somebody else's between steps.
+        _run(engine, matrices, [task for task, _ in others], own, may_go_on=optimizer._flattened is None)
+    engine.finish_copies()
+
+
+def _run(
+    engine: Engine,
+    matrices: list[tuple[Task, Bucket]],
+    others: list[Task],
+    own: Callable[[], list[Task]],
+    may_go_on: bool,
+) -> None:
+    """All tasks of a step that ends at once.
+
+    Args:
+        others: what is stepped element by element and shared out; ``own`` makes what each rank steps for itself.
+        may_go_on: refreshes beside the step may outlast it.
+    """
+    engine.begin_tasks(undisturbed=engine.watch is None)  # who measures reads the state of each bucket
+    stay_open = False
+    try:
+        if engine.offload is not None:
+            # The first pieces that leave make room for others, and those of matrices are smaller than an embedding's:
+            # what needs no exchange goes last.
+            pipeline([*others, *[task for task, _ in matrices], *own()])
+        else:
+            # Ranks need not have the same gradients in a bucket of which nothing travels, and the order of others'
+            # collectives must not follow from it.
+            alone = [task for task, bucket in matrices if bucket.communication_free]
+            first = [task for task, bucket in matrices if not bucket.communication_free]
+            pipeline(first, lambda: [*others, *own(), *alone])
+        stay_open = may_go_on
+    finally:
+        engine.end_tasks(stay_open)
+
+
+def _tasks(engine: Engine, plan: Plan, make: Callable[..., Task], groups: list[Group]) -> list[tuple[Task, Bucket]]:
+    """The steps of a plan's buckets in which something takes part."""
+    tasks = []
+    for index, bucket in enumerate(plan.buckets):
+        present = engine.present(bucket)
+        if present:
+            step = step_pair_bucket if bucket.paired else make
+            tasks.append((step(engine, index, bucket, present, groups[bucket.group]), bucket))
+    return tasks
+
+
+def _applied(optimizer: MatrixOptimizer, group: Group) -> Group:
+    """The group as this step sees it; a scheduler may change the learning rate before a delayed update is applied."""
+    if group["low_precision_weights"] == "stochastic" or group["state_dtype"] == "bfloat16":
+        group["rounding_seed"] = group.get("rounding_seed", 0) + 1
+    if not optimizer._overlaps:
+        return group
+    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
+
+
+def _warn_of_strangers(optimizer: MatrixOptimizer, present: frozenset[str]) -> None:
+    """Once for each set of parameters with gradients: the model may have others than when the optimizer was built."""
+    model = optimizer._model() if optimizer._model is not None else None
+    if model is not None and present != optimizer._last_present:
+        optimizer._last_present = present
+        warn_of_strangers(optimizer, model)
+
+
+def _count_skipped(optimizer: MatrixOptimizer, ok: Tensor) -> None:
+    if ok.device not in optimizer._skipped:
+        optimizer._skipped[ok.device] = torch.zeros((), device=ok.device)
+    optimizer._skipped[ok.device].add_(~ok)
