@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,7 +26,15 @@ from hf_emopt.routing.route import (
 from hf_emopt.routing.unit import Unit
 from hf_emopt.rules.base import Group, MatrixRule
 
-__all__ = ["STRUCTURAL_KEYS", "GroupBuilder", "adapter_at", "check_lora_options", "pack_units", "unpack_units"]
+__all__ = [
+    "STRUCTURAL_KEYS",
+    "Derived",
+    "GroupBuilder",
+    "adapter_at",
+    "check_lora_options",
+    "pack_units",
+    "unpack_units",
+]
 
 STRUCTURAL_KEYS = (
     "params", "param_names", "kind", "name", "units", "adapters", "lora", "tensor_parallel", "state_dtype",
@@ -34,6 +42,17 @@ STRUCTURAL_KEYS = (
 """Group keys that describe the live model and how it is laid out; a loaded checkpoint never overrides them."""
 
 ParamsArgument = nn.Module | Iterable[Any]
+
+
+@dataclass(frozen=True)
+class Derived:
+    """A default that follows from the other values of a group, so that a group with its own value has its own default too.
+
+    Attributes:
+        of: makes it from the group; picklable, as copies of an optimizer have it too.
+    """
+
+    of: Callable[[Group], Any]
 
 
 def pack_units(units: Sequence[Unit]) -> list[tuple[Any, ...]]:
@@ -73,8 +92,9 @@ class GroupBuilder:
     """Turns the ``params`` argument into groups of one kind each.
 
     Args:
-        kind_defaults: for ``"matrix"`` and ``"aux"``, the hyperparameters that a group of that kind has, with defaults.
-            The learning rate and weight decay of the auxiliary groups may differ from the matrices'.
+        kind_defaults: for ``"matrix"`` and ``"aux"``, the hyperparameters that a group of that kind has, with defaults, of
+            which some may be :class:`Derived`. The learning rate and weight decay of the auxiliary groups may differ from the
+            matrices'.
         matrix_modules, aux_modules, per_head, lora: passed on to :func:`hf_emopt.route_parameters`.
         lora_lr_ratio: the B factors of LoRA adapters get groups of their own with the learning rate times this.
         lora_defaults: hyperparameters that adapter matrices have instead of the others' by rank: what it returns is put into
@@ -214,8 +234,6 @@ class GroupBuilder:
                     extra |= {"name": name} if name != kind else {}
                     if part == "lora_B":
                         extra["lr"] = self.kind_defaults[kind]["lr"] * self.lora_lr_ratio
-                        if "peak_lr" in self.kind_defaults[kind]:
-                            extra["peak_lr"] = float(extra["lr"])
                     if part and kind == "matrix" and self.lora_defaults is not None:
                         extra |= self.lora_defaults(max(r.adapter.rank for r in alike[part] if r.adapter is not None))
                     groups.append(self._make(kind, alike[part], named, extra))
@@ -230,7 +248,14 @@ class GroupBuilder:
         return "lora" if self.lora_defaults is not None and route.kind == "matrix" else ""
 
     def _make(self, kind: str, routes: list[ParameterRoute], named: dict[str, Tensor], given: Group) -> Group:
-        group = {**self.kind_defaults[kind], **given}
+        defaults = self.kind_defaults[kind]
+        derived = {key: value for key, value in defaults.items() if isinstance(value, Derived)}
+        group = {**defaults, **given}
+        for key, value in derived.items():
+            if group[key] is value or group[key] is None:
+                group[key] = value.of(group)
+        if isinstance(group["lr"], Tensor):
+            group["lr"] = group["lr"].clone()  # one of its own: a scheduler that multiplies it would do so once a group
         group.setdefault("name", kind)
         group["kind"] = kind
         group["params"] = [(r.name, named[r.name]) for r in routes]

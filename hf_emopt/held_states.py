@@ -19,7 +19,8 @@ from hf_emopt.kept_states import KeptStates
 from hf_emopt.offload import StateOffload
 from hf_emopt.places import compute_device, part_of
 from hf_emopt.rules.base import Group, MatrixRule
-from hf_emopt.stored import Lender, elementwise_state, laid_out, shape_of_entry, unit_state
+from hf_emopt.rules.masters import weight_state_key
+from hf_emopt.stored import Lender, elementwise_state, is_weight_state, laid_out, shape_of_entry, unit_state
 
 __all__ = ["HeldStates"]
 
@@ -59,6 +60,7 @@ class HeldStates:
         self._local: dict[int, tuple[tuple[Any, ...], State]] = {}
         self._of_buckets: dict[int, KeptStates] = {}
         self._own: dict[tuple[int, int], KeptStates] = {}
+        self._views: dict[tuple[int, int], tuple[KeptStates | None, list[tuple[Tensor, str, Tensor]]]] = {}
         self.bring_home()
 
     def bring_home(self) -> None:
@@ -82,25 +84,26 @@ class HeldStates:
             owned: this rank's segments, where ranks share a parameter that each holds whole: state is theirs alone.
         """
         state: State = self._state[param]
-        if "step" in state:
+        if _is_whole(state, param, group):
             return state
-        state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
+        begun = "step" in state
+        if not begun:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
         like = local_tensor(param) if owned is None else part_of(param, owned)
         if like is None:
             return state
         for key, value in elementwise_state(self._rule, group, like, whole_shape(param)).items():
-            if key not in state:
+            # Where state is there, its weights were wider: what 16 bits cannot hold is new.
+            if key not in state and (is_weight_state(key) or not begun):
                 whole = shape_of_entry(key, param.shape)
                 state[key] = self.lender.home(key, laid_out(value, param, whole), param.device)
         return state
 
     def of(self, bucket: Bucket, i: int) -> State:
         """State of the ``i``-th parameter of a bucket."""
-        param = self._parameter(bucket, i)
+        param, group = self._parameter(bucket, i), self._groups[bucket.group]
         state: State = self._state[param]
-        if "step" in state:
-            return state
-        return self.ready(param, self._groups[bucket.group], self.owned(bucket, i))
+        return state if _is_whole(state, param, group) else self.ready(param, group, self.owned(bucket, i))
 
     def local(self, bucket: Bucket, i: int) -> State:
         """:meth:`of` as this rank holds it, without that of whole matrices; the same object while it is the same."""
@@ -154,9 +157,10 @@ class HeldStates:
     def of_batch(self, key: tuple[int, int], bucket: Bucket, batch: Batch, group: Group) -> State:
         """State of a batch of matrices, one tensor for all of them; ``state`` holds views of it by parameter.
 
-        Made when a batch is first met, from what ``state`` has (a loaded checkpoint) or from the rule's start.
+        Made when a batch is first met, from what ``state`` has (a loaded checkpoint) or from the rule's start; and again
+        where somebody has put something else into ``state``, or taken it out.
         """
-        if key in self.by_batch:
+        if key in self.by_batch and self._are_views(key):
             return self.by_batch[key]
         owned = self._owned_in(bucket)
         runs: list[tuple[int, int, int]] = []  # parameter, unit, matrices: neighbours of one parameter are one
@@ -175,14 +179,35 @@ class HeldStates:
                 parts[name].append(known.get(f"{name}.{u}", there).to(there.device))
         device = compute_device(self._parameter(bucket, runs[0][0]))
         storage = {name: self.lender.home(name, torch.cat(values), device) for name, values in parts.items()}
+        views = []
         for name, value in storage.items():
             for view, (i, u, _) in zip(value.split([size for _, _, size in runs]), runs):
-                self._state[self._parameter(bucket, i)][f"{name}.{u}"] = view
-        self.by_batch[key] = storage
+                param = self._parameter(bucket, i)
+                self._state[param][f"{name}.{u}"] = view
+                views.append((param, f"{name}.{u}", view))
+        self.by_batch[key], self._views[key] = storage, (None, views)
         return storage
+
+    def _are_views(self, key: tuple[int, int]) -> bool:
+        """Whether ``state`` still has a batch's views. Looked at once for each object of :meth:`of_bucket`, which says that
+        nothing was replaced since."""
+        kept, (seen, views) = self._of_buckets.get(key[0]), self._views[key]
+        if kept is not None and kept is seen:
+            return True
+        nothing: State = {}
+        if not all(self._state.get(param, nothing).get(name) is view for param, name, view in views):
+            return False
+        self._views[key] = kept, views
+        return True
 
     def _parameter(self, bucket: Bucket, i: int) -> Tensor:
         return self._params[bucket.group][bucket.parameters[i].position]
 
     def _owned_in(self, bucket: Bucket) -> tuple[Segment, ...]:
         return bucket.owned(self._positions[bucket.parameters[0].name])
+
+
+def _is_whole(state: State, param: Tensor, group: Group) -> bool:
+    """Whether there is elementwise state, also for the dtype that the parameter has now."""
+    key = weight_state_key(param.dtype, group["low_precision_weights"])
+    return "step" in state and (key is None or key in state)

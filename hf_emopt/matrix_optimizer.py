@@ -230,6 +230,10 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     @state.setter
     def state(self, value: defaultdict[Tensor, Any]) -> None:
+        if vars(self).get("_engine") is not None:
+            priced = self._priced  # owners stay who they are
+            self._forget_plan()
+            self._priced = priced
         vars(self)["state"] = value
 
     @property

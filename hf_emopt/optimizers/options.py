@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_emopt.groups import Derived
 from hf_emopt.rules.base import Group
 
-__all__ = ["as_tuple", "aux_defaults", "dtype_name", "one_sided", "peak_of"]
+__all__ = ["PEAK_LR", "as_tuple", "aux_defaults", "dtype_name", "one_sided"]
 
 
 def dtype_name(dtype: torch.dtype | str | None) -> str | None:
@@ -28,9 +29,13 @@ def as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, Sequence) else value
 
 
-def peak_of(lr: Any) -> Any:
-    """The learning rate as a number; what is none as it is, for validation to refuse."""
-    return float(lr) if isinstance(lr, (Real, Tensor)) else lr
+def _peak_of(group: Group) -> Any:
+    lr = group["lr"]
+    return float(lr) if isinstance(lr, (Real, Tensor)) else lr  # what is no number is for validation to refuse
+
+
+PEAK_LR = Derived(_peak_of)
+"""The learning rate that a group begins with, as a number: what decay is relative to where no scheduler says more."""
 
 
 def aux_defaults(

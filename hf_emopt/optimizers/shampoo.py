@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from hf_emopt.distributed.layout import ProcessGroupArgument
-from hf_emopt.groups import ParamsArgument
+from hf_emopt.groups import Derived, ParamsArgument
 from hf_emopt.linalg.precision import Precision
 from hf_emopt.matrix_optimizer import MatrixOptimizer
-from hf_emopt.optimizers.options import as_tuple, aux_defaults, dtype_name, one_sided, peak_of
+from hf_emopt.optimizers.options import PEAK_LR, as_tuple, aux_defaults, dtype_name, one_sided
 from hf_emopt.rules.base import Group
 from hf_emopt.rules.checks import check_flags
 from hf_emopt.rules.factor_storage import FactorStorageName
@@ -26,6 +26,20 @@ from hf_emopt.stored import OffloadState
 __all__ = ["KLShampoo", "Shampoo"]
 
 RootSolverChoice = Literal["auto", "eigh", "coupled_newton", "coupled_higher_order"]
+
+
+def _second_beta(group: Group) -> Any:
+    betas = group["betas"]
+    return betas[1] if isinstance(betas, Sequence) and len(betas) == 2 else None  # for validation to refuse
+
+
+def _period(group: Group) -> Any:
+    return group["precondition_frequency"]
+
+
+# Made when the group is, and kept: a schedule of the period must not move what has begun.
+_START = Derived(_period)
+_GRAFTING_BETA2 = Derived(_second_beta)
 
 
 class Shampoo(MatrixOptimizer):
@@ -132,24 +146,20 @@ class Shampoo(MatrixOptimizer):
         lora_lr_ratio: float = 1.0,
         lora_one_sided: bool = True,
     ) -> None:
-        pair = as_tuple(betas)
-        start = precondition_frequency if start_preconditioning_step is None else start_preconditioning_step
         check_flags({"lora_one_sided": lora_one_sided})
         matrix: Group = {
             "tensor_parallel": tensor_parallel,
             "lr": lr,
-            "peak_lr": peak_of(lr),
-            "betas": pair,
+            "peak_lr": PEAK_LR,
+            "betas": as_tuple(betas),
             "epsilon": epsilon,
             "weight_decay": weight_decay,
             "weight_decay_type": weight_decay_type,
             "max_preconditioner_dim": max_preconditioner_dim,
             "precondition_frequency": precondition_frequency,
-            "start_preconditioning_step": start,
+            "start_preconditioning_step": _START if start_preconditioning_step is None else start_preconditioning_step,
             "grafting": grafting,
-            "grafting_beta2": pair[1]
-            if grafting_beta2 is None and isinstance(pair, tuple) and len(pair) == 2
-            else grafting_beta2,
+            "grafting_beta2": _GRAFTING_BETA2 if grafting_beta2 is None else grafting_beta2,
             "grafting_epsilon": grafting_epsilon,
             "bias_correction": bias_correction,
             "exponent_override": dict(exponent_override)

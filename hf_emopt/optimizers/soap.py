@@ -13,7 +13,7 @@ from hf_emopt.distributed.layout import ProcessGroupArgument
 from hf_emopt.groups import ParamsArgument
 from hf_emopt.linalg.precision import Precision
 from hf_emopt.matrix_optimizer import MatrixOptimizer
-from hf_emopt.optimizers.options import as_tuple, aux_defaults, dtype_name, one_sided, peak_of
+from hf_emopt.optimizers.options import PEAK_LR, as_tuple, aux_defaults, dtype_name, one_sided
 from hf_emopt.rules.base import Group
 from hf_emopt.rules.checks import check_flags
 from hf_emopt.rules.factor_storage import FactorStorageName
@@ -132,7 +132,7 @@ class SOAP(MatrixOptimizer):
         matrix: Group = {
             "tensor_parallel": tensor_parallel,
             "lr": lr,
-            "peak_lr": peak_of(lr),
+            "peak_lr": PEAK_LR,
             "betas": as_tuple(betas),
             "eps": eps,
             "weight_decay": weight_decay,

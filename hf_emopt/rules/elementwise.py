@@ -123,15 +123,17 @@ def decay_factor(group: Group, lr: float | Tensor) -> float | Tensor:
 
     ``"decoupled"``: ``lr wd``; ``"corrected"``: ``lr wd lr / peak lr`` (A. Defazio, arXiv:2506.02285); ``"independent"``:
     ``wd lr / peak lr``, which the peak learning rate does not change; ``"l2"``: nothing, the gradient has it already. The
-    peak is ``initial_lr``, which torch's schedulers keep, or the group's own learning rate without one.
+    peak is ``max_lr`` where a scheduler keeps one (``OneCycleLR``), else ``initial_lr``, which all of torch's keep, else what
+    the group began with. A learning rate above all of these is its own peak.
     """
     kind, decay = group.get("weight_decay_type", "decoupled"), group["weight_decay"]
     if not decay or kind == "l2":
         return 0.0
     if kind == "decoupled":
         return lr * decay
-    peak = group["initial_lr"] if "initial_lr" in group else group["peak_lr"]
+    peak = next(group[key] for key in ("max_lr", "initial_lr", "peak_lr") if key in group)
     relative = group["lr"] / max(float(peak), 1e-30)
+    relative = relative.clamp(max=1.0) if isinstance(relative, Tensor) else min(relative, 1.0)
     return lr * decay * relative if kind == "corrected" else decay * relative
 
 

@@ -36,6 +36,7 @@ __all__ = [
     "needs_master",
     "round_stochastically",
     "store_weights",
+    "weight_state_key",
 ]
 
 LowPrecisionWeights = Literal["split", "master", "kahan", "stochastic", "none"]
@@ -85,13 +86,21 @@ def store_weights(
 
 def init_weight_state(param: Tensor, policy: str) -> dict[str, Tensor]:
     """What :func:`store_weights` will write to, for a weight that is exactly what its dtype says."""
-    if not needs_master(param) or policy in ("stochastic", "none"):
+    key = weight_state_key(param.dtype, policy)
+    if key is None:
         return {}
+    if key == "master_weight":
+        return {key: param.detach().float()}
+    return {key: torch.zeros_like(param, dtype=torch.int16 if key == "weight_low_bits" else None)}
+
+
+def weight_state_key(dtype: torch.dtype, policy: str) -> str | None:
+    """The entry of state that a policy keeps for weights of a dtype."""
+    if dtype not in _LOW or policy in ("stochastic", "none"):
+        return None
     if policy == "master":
-        return {"master_weight": param.detach().float()}
-    if policy == "split" and param.dtype is torch.bfloat16:
-        return {"weight_low_bits": torch.zeros_like(param, dtype=torch.int16)}
-    return {"weight_compensation": torch.zeros_like(param)}
+        return "master_weight"
+    return "weight_low_bits" if policy == "split" and dtype is torch.bfloat16 else "weight_compensation"
 
 
 def _load(param: Tensor, state: dict[str, Tensor], policy: str) -> Tensor:
