@@ -71,7 +71,8 @@ def from_adamw(optimizer: MatrixOptimizer, state_dict: dict[str, Any]) -> tuple[
                 by_name[name] = _moments(entry, param, group)
     warnings.warn(
         f"the optimizer state was saved by AdamW: {fresh} matrices start with fresh {optimizer.rule.name} state, and the "
-        f"AdamW moments of {kept} auxiliary parameters are kept. Hyperparameters are this optimizer's own.",
+        f"AdamW moments of {kept} auxiliary parameters are kept. Hyperparameters are this optimizer's own."
+        f"{_unknown_schedule(optimizer, state_dict['param_groups'])}",
         stacklevel=5,
     )
     scale = _schedule_scale(state_dict["param_groups"])
@@ -96,6 +97,17 @@ def _schedule_scale(groups: Sequence[Group]) -> float:
         if "initial_lr" in group and float(group["initial_lr"]) > 0.0:
             return float(group["lr"]) / float(group["initial_lr"])
     return 1.0
+
+
+def _unknown_schedule(optimizer: MatrixOptimizer, groups: Sequence[Group]) -> str:
+    """What to say where the checkpoint does not tell its peak learning rate: no schedule, or ``ReduceLROnPlateau``."""
+    saved, live = float(groups[0]["lr"]), float(optimizer.param_groups[0]["lr"])
+    if saved == live or any("initial_lr" in group for group in groups):
+        return ""
+    return (
+        f" The checkpoint's learning rate was {saved:g} when it was saved, and it does not say of which peak (as under "
+        f"ReduceLROnPlateau): this optimizer goes on at {live:g}, so lower it if a schedule had."
+    )
 
 
 def _by_name(optimizer: MatrixOptimizer, state_dict: dict[str, Any]) -> dict[str, dict[str, Any]]:

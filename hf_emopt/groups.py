@@ -294,6 +294,11 @@ def _explicit(name: str, param: Tensor, kind: str, packed: list[Any] | None) -> 
         return ParameterRoute(name, shape, "aux", (), True, "the group says so", "")
     if packed is None and len(shape) < 2:
         raise ValueError(f"{name} has shape {shape} and is in a group of kind 'matrix'; a matrix has two dimensions")
+    if packed is None and len(shape) > 3:
+        raise ValueError(
+            f"{name} has shape {shape} and is in a group of kind 'matrix': without its module nobody knows whether it is a "
+            "convolution (one matrix) or a stack of matrices. Pass the model, or put it into a group of kind 'aux'"
+        )
     units = (Unit.whole(shape),) if packed is None else unpack_units(packed)
     return ParameterRoute(name, shape, "matrix", units, True, "the group says so", "")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
@@ -140,7 +140,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._flattened: Flattened | None = None
         self._planned_for: tuple[Any, ...] = ()
         self._priced: list[Group] = []  # hyperparameters when owners were first given out
-        self._last_present: frozenset[str] = frozenset()
+        self._last_present: frozenset[str] | None = None
+        self._since_look = 0
         self._consolidated: dict[str, dict[str, Any]] | None = None
         self._only_initialized = False
         self._builder = GroupBuilder(
@@ -420,8 +421,17 @@ class MatrixOptimizer(torch.optim.Optimizer):
             RuntimeError: when state lies with owners and :meth:`consolidate_state_dict` was not called since the last step.
         """
         self.synchronize()
-        with self._as_built():
-            return (emitted if self._flattened is None else emitted_runs)(self, super().state_dict)
+        # Of those that others registered: torch would call them on what it makes, of which state is taken from here.
+        hooks, self._optimizer_state_dict_post_hooks = self._optimizer_state_dict_post_hooks, OrderedDict()
+        try:
+            with self._as_built():
+                made = (emitted if self._flattened is None else emitted_runs)(self, super().state_dict)
+        finally:
+            self._optimizer_state_dict_post_hooks = hooks
+        for hook in hooks.values():
+            changed = hook(self, made)
+            made = made if changed is None else changed
+        return made
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a whole ``state_dict()``, of any layout, or one of ``torch.optim.AdamW``; each rank keeps its part.

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 __all__ = ["step_together"]
 
+_LOOK_EVERY = 100
+"""Steps between two looks at all parameters of the model, which take a host a millisecond or so."""
+
 
 def step_together(optimizer: MatrixOptimizer, among: frozenset[str] | None) -> None:
     """A step of the parameters with these names, or of all."""
@@ -120,11 +123,15 @@ def _applied(optimizer: MatrixOptimizer, group: Group) -> Group:
 
 
 def _warn_of_strangers(optimizer: MatrixOptimizer, present: frozenset[str]) -> None:
-    """Once for each set of parameters with gradients: the model may have others than when the optimizer was built."""
+    """When other parameters have gradients than before, and now and then: the model may have parameters that it had not, or
+    that were frozen, when the optimizer was built, and of these nothing is seen here."""
     model = optimizer._model() if optimizer._model is not None else None
-    if model is not None and present != optimizer._last_present:
-        optimizer._last_present = present
+    if model is None:
+        return
+    if present != optimizer._last_present or optimizer._since_look == _LOOK_EVERY:
+        optimizer._last_present, optimizer._since_look = present, 0
         warn_of_strangers(optimizer, model)
+    optimizer._since_look += 1
 
 
 def _count_skipped(optimizer: MatrixOptimizer, ok: Tensor) -> None:

@@ -10,6 +10,7 @@ from torch import nn
 from hf_emopt.checkpointing import left_behind
 from hf_emopt.consolidation import keep_owned, materialize
 from hf_emopt.distributed.layout import UnsupportedLayoutError
+from hf_emopt.rules.base import Group
 
 if TYPE_CHECKING:
     from hf_emopt.matrix_optimizer import MatrixOptimizer
@@ -53,7 +54,7 @@ def refresh(optimizer: MatrixOptimizer, model: nn.Module) -> tuple[list[str], li
                 part[key] = [part[key][index] for index in fresh]
         target = live.get(group["name"])
         if target is None:
-            optimizer.add_param_group(part)
+            _add_scheduled(optimizer, part)
             continue
         if ("adapters" in part) != ("adapters" in target):
             part.setdefault("adapters", [()] * len(fresh))
@@ -72,6 +73,22 @@ def refresh(optimizer: MatrixOptimizer, model: nn.Module) -> tuple[list[str], li
             keep_owned(engine, {name: state for name, state in whole.items() if name not in gone})
             materialize(engine)
     return added, removed
+
+
+def _add_scheduled(optimizer: MatrixOptimizer, group: Group) -> None:
+    """Adds a group of a kind that there was none of, as far along the schedule as the others are."""
+    scheduled = [g for g in optimizer.param_groups if float(g.get("initial_lr", 0.0)) > 0.0]
+    if scheduled:
+        relative = float(scheduled[0]["lr"]) / float(scheduled[0]["initial_lr"])
+        group = {**group, "initial_lr": group["lr"], "lr": group["lr"] * relative}
+    optimizer.add_param_group(group)
+    if scheduled:
+        warnings.warn(
+            f"the optimizer has got a group {group['name']!r} that it had not: a scheduler knows the groups that there were "
+            "when it was made, and torch's stop at another number of them. Make the scheduler anew, with last_epoch as "
+            "the old one's",
+            stacklevel=4,
+        )
 
 
 def warn_of_strangers(optimizer: MatrixOptimizer, model: nn.Module) -> None:

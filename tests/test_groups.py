@@ -177,3 +177,60 @@ def test_explain_shows_routes_groups_and_batches() -> None:
         "imbalance",
     ):
         assert expected in text
+
+
+def test_defaults_that_follow_from_others_follow_from_the_groups_own() -> None:
+    own = {"params": [nn.Parameter(torch.randn(8, 8))], "lr": 2e-2, "precondition_frequency": 2, "betas": (0.8, 0.9)}
+    optimizer = hf_emopt.Shampoo([own], lr=1e-3, precondition_frequency=10)
+    given = hf_emopt.Shampoo(
+        [nn.Parameter(torch.randn(8, 8))], lr=2e-2, precondition_frequency=2, betas=(0.8, 0.9)
+    ).param_groups[0]
+    for key in ("start_preconditioning_step", "grafting_beta2", "peak_lr"):
+        assert optimizer.param_groups[0][key] == given[key]
+    told = {**own, "params": [nn.Parameter(torch.randn(8, 8))], "start_preconditioning_step": 7}
+    assert hf_emopt.Shampoo([told]).param_groups[0]["start_preconditioning_step"] == 7
+
+
+@pytest.mark.parametrize("cls", [hf_emopt.SOAP, hf_emopt.Shampoo])
+@pytest.mark.parametrize(("kind", "first"), [("independent", 0.05), ("corrected", 0.05 * 2e-2)])
+def test_decay_is_relative_to_the_groups_own_peak(cls, kind: str, first: float) -> None:
+    weight = nn.Parameter(torch.randn(8, 8))
+    group = {"params": [weight], "lr": 2e-2, "kind": "matrix"}
+    optimizer = cls([group], lr=1e-3, weight_decay=0.05, weight_decay_type=kind)
+    before = weight.detach().clone()
+    weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    torch.testing.assert_close(weight.detach(), before * (1 - first))
+
+
+def test_decay_under_one_cycle_is_relative_to_its_top() -> None:
+    """``initial_lr`` is a 25th of the peak there, of which the decay would be 25 times what was asked for."""
+    weight = nn.Parameter(torch.randn(8, 8))
+    optimizer = hf_emopt.SOAP([weight], lr=1e-2, weight_decay=0.05, weight_decay_type="independent")
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=10, cycle_momentum=False)
+    lost = []
+    for _ in range(9):
+        before = weight.detach().clone()
+        weight.grad = torch.zeros_like(weight)
+        optimizer.step()
+        schedule.step()
+        lost.append(1 - (weight.detach() / before).median().item())
+    assert max(lost) == pytest.approx(0.05, abs=1e-5)
+    assert lost[0] == pytest.approx(0.05 / 25, abs=1e-5)
+
+
+def test_groups_do_not_share_a_learning_rate_tensor() -> None:
+    """What multiplies each group's (``ReduceLROnPlateau``) would multiply one as often as there are groups."""
+    rate = torch.tensor(1e-2)
+    optimizer = hf_emopt.Muon(Tiny(), lr=rate)
+    rates = [g["lr"] for g in optimizer.param_groups]
+    assert len({id(r) for r in (rate, *rates)}) == 1 + len(rates)
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+    for _ in range(2):
+        schedule.step(1.0)
+    assert [float(g["lr"]) for g in optimizer.param_groups] == pytest.approx([5e-3] * len(rates))
+
+
+def test_a_convolution_is_no_stack_of_kernels() -> None:
+    with pytest.raises(ValueError, match="Pass the model"):
+        hf_emopt.Muon([{"params": [nn.Conv2d(16, 32, 3).weight], "kind": "matrix"}])

@@ -5,10 +5,12 @@ Everything here is asked before the first step. What is missed here meets ``hf_e
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from accelerate.state import AcceleratorState  # type: ignore[import-untyped]
+from accelerate.state import AcceleratorState, PartialState  # type: ignore[import-untyped]
 from accelerate.utils import DistributedType  # type: ignore[import-untyped]
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -27,6 +29,7 @@ __all__ = [
     "refuse_deepspeed",
     "refuse_layouts",
     "refuse_unsupported",
+    "warn_of_missing_fsdp",
 ]
 
 TRAINER_FIX = "fsdp_config={'version': 2} in TrainingArguments, or fsdp_version: 2"
@@ -50,10 +53,22 @@ def refuse_unsupported(args: TrainingArguments, model: nn.Module | None) -> None
             partial sums.
     """
     name = f"optim={optim_name(args)!r}"
+    warn_of_missing_fsdp()
     refuse_deepspeed(args)
     if _fsdp_version(args) == 1 or _has_fsdp1(model):
         raise ValueError(fsdp1_problem(name, TRAINER_FIX))
     refuse_layouts(name, model)
+
+
+def warn_of_missing_fsdp() -> None:
+    """Says that Accelerate was asked for FSDP and trains without: it has none on CPUs, and does not say so."""
+    asked = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("true", "1")
+    if asked and PartialState().distributed_type == DistributedType.MULTI_CPU:
+        warnings.warn(
+            "FSDP was asked for, and Accelerate has it for accelerators only: on these CPUs each process has a copy of "
+            "the model, as under DistributedDataParallel. On CPUs use fully_shard in a loop of your own",
+            stacklevel=2,
+        )
 
 
 def refuse_deepspeed(args: TrainingArguments) -> None:
@@ -101,6 +116,7 @@ def refuse_accelerator(accelerator: Any, name: str) -> None:
     Raises:
         ValueError: for Megatron-LM, FSDP1 and DeepSpeed configurations that would replace the optimizer.
     """
+    warn_of_missing_fsdp()
     kind = accelerator.distributed_type
     if kind == DistributedType.DEEPSPEED:
         _refuse_deepspeed_config(name, accelerator.state.deepspeed_plugin)

@@ -1,6 +1,6 @@
 """Optimizer names for ``TrainingArguments(optim=...)`` and what a plain ``Trainer`` needs to run them well.
 
-transformers has no entry point for optimizers, so :func:`register` (called on ``import hf_emopt``) does four things,
+transformers has no entry point for optimizers, so :func:`register` (called on ``import hf_emopt``) does five things,
 all idempotent and without effect on other optimizers:
 
 1. adds members to ``OptimizerNames`` and handlers to the table that ``Trainer`` looks them up in;
@@ -10,7 +10,9 @@ all idempotent and without effect on other optimizers:
 3. adds :class:`DefaultCallback` to the default callbacks: every group's learning rate in the logs, diagnostics where they
    are asked for, and the route of the parameters once at the start. A callback of the user's would come after those of
    the loggers;
-4. wraps the methods of ``Trainer`` that save and evaluate: see :mod:`hf_emopt.integrations.checkpoints`.
+4. wraps the methods of ``Trainer`` that save and evaluate: see :mod:`hf_emopt.integrations.checkpoints`;
+5. wraps ``Trainer.create_optimizer``, which would give one of our classes in ``optimizer_cls_and_kwargs`` two lists of
+   parameters, in which nothing says which of them are embeddings and heads.
 """
 
 from __future__ import annotations
@@ -47,14 +49,15 @@ Handler = Callable[[OptimizerContext], tuple[Any, dict[str, Any]]]
 class OptimizerFactory:
     """What a handler returns, so that ``Trainer`` builds the optimizer on the model instead of on its two decay groups.
 
-    ``Trainer`` calls the factory without arguments and the result with ``(model, **kwargs)``.
+    ``Trainer`` calls the factory without arguments and the result with ``(model, **kwargs)``. Called with arguments, as code
+    that knows no factories does with what ``get_optimizer_cls_and_kwargs`` gives it, it is the optimizer's class.
     """
 
     def __init__(self, optimizer_cls: type[MatrixOptimizer]) -> None:
         self.optimizer_cls = optimizer_cls
 
-    def __call__(self) -> type[MatrixOptimizer]:
-        return self.optimizer_cls
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self.optimizer_cls(*args, **options) if args or options else self.optimizer_cls
 
     def __repr__(self) -> str:
         return f"OptimizerFactory({self.optimizer_cls.__name__})"
@@ -117,6 +120,7 @@ def register() -> None:
         register_optimizer(PREFIX + name, optimizer_cls)
         register_optimizer(name, optimizer_cls)
     _wrap_get_optimizer()
+    _wrap_create_optimizer()
     hook_trainer()
     callbacks: list[Any] = trainer.DEFAULT_CALLBACKS
     callbacks[:] = [callback for callback in callbacks if not hasattr(callback, MARK)]
@@ -143,6 +147,27 @@ def _wrap_get_optimizer() -> None:
 
     setattr(get_optimizer_cls_and_kwargs, MARK, original)
     trainer.Trainer.get_optimizer_cls_and_kwargs = staticmethod(get_optimizer_cls_and_kwargs)  # type: ignore[method-assign]
+
+
+def _wrap_create_optimizer() -> None:
+    """Gives our classes the model."""
+    original = trainer.Trainer.create_optimizer
+    original = getattr(original, MARK, original)
+
+    @functools.wraps(original)
+    def create_optimizer(self: trainer.Trainer, *args: Any, **options: Any) -> Any:
+        given = getattr(self, "optimizer_cls_and_kwargs", None)
+        cls = given[0] if given is not None else None
+        if self.optimizer is None and isinstance(cls, type) and issubclass(cls, MatrixOptimizer):
+            assert given is not None
+            refuse_unsupported(self.args, self.model)
+            model = next((m for m in (*args, options.get("model")) if m is not None), self.model)
+            if not {"params", "model", "optimizer_dict"} & set(given[1]):
+                self.optimizer_cls_and_kwargs = cls, {**given[1], "model": model}
+        return original(self, *args, **options)
+
+    setattr(create_optimizer, MARK, original)
+    trainer.Trainer.create_optimizer = create_optimizer  # type: ignore[method-assign]
 
 
 def group_learning_rates(optimizer: MatrixOptimizer, peak: bool = False) -> dict[str, float]:

@@ -43,7 +43,8 @@ class Muon(MatrixOptimizer):
     Args:
         params: the model (best: fused, transposed and stacked weights are recognised by module type); an iterable of
             ``(name, parameter)``; an iterable of parameters; or groups of these with their own hyperparameters.
-        lr: learning rate. With the default ``adjust_lr_fn`` it means what it means for AdamW.
+        lr: learning rate; of a tensor each group has a copy. With the default ``adjust_lr_fn`` it means what it means for
+            AdamW.
         weight_decay: decoupled, ``W *= 1 - lr * weight_decay`` by the base learning rate; none on norms and biases when a
             model is passed.
         momentum: in [0, 1).
@@ -58,9 +59,10 @@ class Muon(MatrixOptimizer):
             (sqrt(max(1, m/n))), ``"spectral"`` (sqrt(m/n)) or ``"unscaled"``.
         eps: floor of the Frobenius norm, as in ``torch.optim.Muon``; ``None`` needs none and is exactly invariant to the
             gradient's scale.
-        cautious_weight_decay: decay only where the update already moves a weight towards zero (arXiv:2510.12402).
+        cautious_weight_decay: decay matrices only where the update already moves a weight towards zero (arXiv:2510.12402).
         compat: ``"torch"``, ``"keller"`` or ``"moonlight"`` reproduces that implementation's rounding, floor and momentum
-            form; the last two also fix its scale, whatever ``adjust_lr_fn`` says.
+            form; the last two also fix its scale, whatever ``adjust_lr_fn`` says. Keller's is of the matrix: his own code
+            takes it from a convolution's kernel, where it is 1 for a square one.
         aux_lr: learning rate of the AdamW part; ``None`` is ``lr``. Schedulers keep the ratio of the two.
         aux_betas, aux_eps: of the AdamW part.
         aux_weight_decay: of the AdamW part; ``None`` is ``weight_decay``.

@@ -60,8 +60,8 @@ class SOAP(MatrixOptimizer):
             float32, correlations in 8 bits); see :mod:`hf_emopt.rules.factor_storage`.
         basis_dtype: dtype in which bases are kept.
         tolerated_failures: refreshes of one block that may fail in a row before an error is raised.
-        weight_decay_type: ``"decoupled"``, ``"l2"``, ``"corrected"`` or ``"independent"``; see
-            :func:`hf_emopt.rules.elementwise.decay_factor`.
+        weight_decay_type: of matrices, ``"decoupled"``, ``"l2"``, ``"corrected"`` or ``"independent"``; see
+            :func:`hf_emopt.rules.elementwise.decay_factor`. The AdamW part's is decoupled.
         compat: ``"paper"`` follows the reference implementation step by step; needs ``refresh="synchronous"``.
         aux_lr, aux_betas, aux_eps, aux_weight_decay: of the AdamW part; ``None`` takes the matrices' value.
         matrix_modules, aux_modules: regular expressions on dotted parameter names that override the routing.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
 from ranks import LAYERS, MATRICES, VOCABULARY, samples, tiny_llama
 from safetensors.torch import load_file
 from torch import nn
@@ -28,6 +30,7 @@ from transformers import (
 )
 
 import hf_emopt
+from hf_emopt.integrations import refusals
 from hf_emopt.integrations.transformers import unwrap_optimizer
 from hf_emopt.matrix_optimizer import MatrixOptimizer
 
@@ -543,3 +546,43 @@ def test_an_optimizer_handed_to_the_trainer_is_named(messages: list[logging.LogR
     own = torch.optim.SGD(model.parameters(), lr=1e-3)
     make_trainer(tmp_path, model, max_steps=1, trainer_kwargs={"optimizers": (own, None)}).train()
     assert any("optim='muon' is not used" in r.getMessage() for r in messages)
+
+
+def test_a_class_of_ours_gets_the_model(tmp_path: Path) -> None:
+    """Trainer would give it two lists of parameters, in which embeddings and heads look like matrices."""
+    options = {"lr": 2e-3, "weight_decay": 0.1}
+    by_class = make_trainer(tmp_path, trainer_kwargs={"optimizer_cls_and_kwargs": (hf_emopt.Muon, options)})
+    by_name = make_trainer(tmp_path)
+    for made in (by_class, by_name):
+        made.train()
+    ours = unwrap_optimizer(by_class.optimizer)
+    assert ours is not None
+    assert sum(len(g["params"]) for g in ours.param_groups if g["kind"] == "matrix") == MATRICES
+    for one, two in zip(by_class.model.parameters(), by_name.model.parameters()):
+        assert torch.equal(one, two)
+    assert options == {"lr": 2e-3, "weight_decay": 0.1}
+
+
+def test_what_transformers_gives_is_called_as_a_class_too(tmp_path: Path) -> None:
+    model = tiny_llama()
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[], optim="muon", learning_rate=2e-3)
+    cls, options = Trainer.get_optimizer_cls_and_kwargs(args, model)
+    optimizer = cls(model, **options)
+    assert isinstance(optimizer, hf_emopt.Muon)
+    assert optimizer.param_groups[0]["lr"] == 2e-3
+    assert cls() is hf_emopt.Muon
+
+
+def test_fsdp_that_accelerate_leaves_out_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = SimpleNamespace(distributed_type=DistributedType.MULTI_CPU)
+    monkeypatch.setattr(refusals, "PartialState", lambda: state)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.warns(UserWarning, match="Accelerate has it for accelerators only"):
+        refusals.warn_of_missing_fsdp()
+    state.distributed_type = DistributedType.FSDP
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        refusals.warn_of_missing_fsdp()
+        state.distributed_type = DistributedType.MULTI_CPU
+        monkeypatch.setenv("ACCELERATE_USE_FSDP", "false")
+        refusals.warn_of_missing_fsdp()
