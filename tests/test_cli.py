@@ -98,6 +98,19 @@ def test_the_table_is_printed(folder, capsys) -> None:
         assert expected in out
 
 
+def test_every_optimizer_that_is_named_is_planned(folder, capsys) -> None:
+    names = ["muon", "soap", "kl_shampoo"]
+    found = planned(capsys, folder, "--optim", *names)
+    assert list(found["optimizers"]) == names
+    for name, figures in found["optimizers"].items():
+        assert {"model": folder, "optim": name, **figures} == planned(capsys, folder, "--optim", name)
+    assert main(["plan", folder, "--optim", *names]) == 0
+    blocks = capsys.readouterr().out.split("\n\n")
+    assert [block.splitlines()[0] for block in blocks] == [f"{name}:" for name in names]
+    assert main(["plan", folder, "--optim", "soap"]) == 0
+    assert blocks[1] == "soap:\n" + capsys.readouterr().out.rstrip("\n")
+
+
 def test_tied_embeddings_count_once(tmp_path: Path, capsys) -> None:
     tiny_config(tie_word_embeddings=True).save_pretrained(tmp_path)
     tied = planned(capsys, str(tmp_path))

@@ -80,38 +80,50 @@ def build_optimizer(name: str, model: nn.Module, optim_args: str | None) -> Matr
 
 def run(options: argparse.Namespace) -> int:
     """``hf-emopt plan``."""
-    from hf_emopt.planning import estimate, storage_choices
-
     if options.world_size < 1:
         raise ValueError(f"--world-size {options.world_size} must be at least 1")
     source = _one_model(options)
     model = _load(source, options)
     optimizers = {name: build_optimizer(name, model, options.optim_args) for name in options.optim}
-    optimizer = optimizers[options.optim[0]]
     asked = _asks_forecast(options)
     # Where layouts are asked for, they say who shares what.
-    result = estimate(optimizer, 1 if asked else options.world_size)
-    choices = storage_choices(optimizer)
+    ranks = 1 if asked else options.world_size
     found = _forecasts(options, model, optimizers) if asked else None
     if options.json:
-        content: dict[str, Any] = {
-            "model": source,
-            "optim": options.optim[0],
-            "routes": optimizer.routes.to_dict(),
-            **result.to_dict(),
-            "bytes_per_parameter_by_factor_storage": choices,
-        }
+        described = {name: _figures(optimizer, ranks) for name, optimizer in optimizers.items()}
+        one = len(optimizers) == 1
+        content = {"optim": options.optim[0], **described[options.optim[0]]} if one else {"optimizers": described}
         if found is not None:
             content["forecast"] = found[0]
-        print(json.dumps(content))
+        print(json.dumps({"model": source, **content}))
         return 0
-    print(optimizer.routes)
-    print(result)
-    if choices:
-        print("bytes a parameter by factor_storage: " + ", ".join(f"{k} {v:.2f}" for k, v in choices.items()))
+    print("\n\n".join(_block(name, optimizer, ranks, len(optimizers) > 1) for name, optimizer in optimizers.items()))
     if found is not None:
         print(found[1])
     return 0
+
+
+def _figures(optimizer: MatrixOptimizer, ranks: int) -> dict[str, Any]:
+    """Routes and figures of one optimizer as plain values."""
+    from hf_emopt.planning import estimate, storage_choices
+
+    return {
+        "routes": optimizer.routes.to_dict(),
+        **estimate(optimizer, ranks).to_dict(),
+        "bytes_per_parameter_by_factor_storage": storage_choices(optimizer),
+    }
+
+
+def _block(name: str, optimizer: MatrixOptimizer, ranks: int, headed: bool) -> str:
+    """The same as text, under the optimizer's name where there are several."""
+    from hf_emopt.planning import estimate, storage_choices
+
+    lines = [f"{name}:"] if headed else []
+    lines += [str(optimizer.routes), str(estimate(optimizer, ranks))]
+    choices = storage_choices(optimizer)
+    if choices:
+        lines.append("bytes a parameter by factor_storage: " + ", ".join(f"{k} {v:.2f}" for k, v in choices.items()))
+    return "\n".join(lines)
 
 
 def _one_model(options: argparse.Namespace) -> str:
