@@ -69,7 +69,7 @@ class Settings:
     Attributes:
         model: a key of :data:`~hf_emopt.bench.step_models.MODELS`, or a configuration.
         layout: one of :data:`~hf_emopt.bench.step_models.LAYOUTS`.
-        tokens: of a rank in a step; ``length``: of a sequence.
+        tokens: of a rank in a step, a multiple of ``length``: of a sequence.
         steps: measured ones of each kind, or as many more as make whole periods of refreshes; ``warmup``: left out before
             them, or as many more as there are up to the first refresh, and two periods.
         replicas: of the layout ``"hsdp"``; ``tp_size``: ranks that share a matrix under ``"fsdp2+tp"``.
@@ -94,6 +94,12 @@ class Settings:
         if self.length < 2 or self.tokens < self.length:
             raise ValueError(
                 f"{self.tokens} tokens a rank are no whole sequence of {self.length}: more tokens, or shorter ones"
+            )
+        if self.tokens % self.length:
+            fewer = self.tokens - self.tokens % self.length
+            raise ValueError(
+                f"{self.tokens} tokens a rank are no whole number of sequences of {self.length}, so some would be counted "
+                f"and not trained: {fewer} or {fewer + self.length} tokens are"
             )
         if self.steps < 1 or self.warmup < 1:
             raise ValueError(f"steps={self.steps} and warmup={self.warmup} must be at least 1")

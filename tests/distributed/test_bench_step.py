@@ -264,6 +264,7 @@ def test_the_command_starts_processes_and_writes(tmp_path: Path, capfd: pytest.C
         (["--model", "tiny", "--optim_args", "ns_step=3"], "ns_steps"),
         (["--model", "tiny", "--optim", "adamw", "--optim_args", "ns_steps=3"], "--optim names none"),
         (["--model", "tiny", "--tokens", "8"], "no whole sequence"),
+        (["--model", "tiny", "--tokens", "100", "--length", "64"], "64 or 128 tokens are"),
     ],
 )
 def test_bad_input_is_found_before_processes_start(
