@@ -23,6 +23,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 
+from hf_emopt.unreadable import why_unreadable
+
 __all__ = [
     "CheckpointError",
     "find_fsdp_weights",
@@ -223,10 +225,8 @@ def read_file(path: Path) -> dict[str, Any]:
     try:
         value = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:
-        cause = str(error).strip().split("\n")[0] or type(error).__name__
         raise CheckpointError(
-            f"{path} ({path.stat().st_size} bytes) cannot be read: {cause}. If the save was interrupted, resume from an "
-            "older checkpoint; hf_emopt.newest_checkpoint(output_dir) finds the newest that is whole"
+            f"{path} ({path.stat().st_size} bytes) cannot be read: {why_unreadable(path, error)}"
         ) from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} is no state of an optimizer: it holds a {type(value).__name__}")

@@ -133,6 +133,48 @@ def test_no_code_is_run_from_a_strangers_checkpoint(tmp_path: Path) -> None:
     assert not mark.exists()
 
 
+TEXT = "it is a text, and no file of torch.save. Name a checkpoint's folder"
+DAMAGED = "If the save was interrupted, resume from an older checkpoint"
+WHOLE = b"PK\x03\x04" + bytes(60)
+
+
+@pytest.mark.parametrize(
+    ("content", "cause", "fix"),
+    [
+        (b"", "it is empty", DAMAGED),
+        (b"some notes\n", TEXT, "optimizer.pt"),
+        (b'{\n "epoch": 1.0,\n "log_history": []\n}', TEXT, "optimizer.pt"),
+        ("\u00e9".encode() * 33, TEXT, "optimizer.pt"),
+        (bytes(range(1, 255)), "it is no file of safetensors and no file of torch.save", "optimizer.pt"),
+        (WHOLE, "it is cut short: it has no directory at its end", DAMAGED),
+        (pickle.dumps({"state": 1}), "it is a pickle that torch.save has not written, or is cut short", DAMAGED),
+    ],
+    ids=["empty", "text", "json", "cut within a letter", "bytes", "cut short", "pickle"],
+)
+def test_what_is_no_checkpoint_is_told_by_its_kind(
+    content: bytes, cause: str, fix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "optimizer.pt"
+    path.write_bytes(content)
+    assert main(["inspect", str(path)]) == 2
+    said = capsys.readouterr().err
+    assert f"{path} ({len(content)} bytes) cannot be read: {cause}" in said
+    assert fix in said
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_classes_are_named_and_running_them_is_not_recommended(
+    zipped: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "model.pt"
+    torch.save({"model": nn.Linear(2, 2)}, path, _use_new_zipfile_serialization=zipped)
+    assert main(["inspect", str(path)]) == 2
+    said = capsys.readouterr().err
+    assert "it holds an object of torch.nn.modules.linear.Linear, and no code is run from a file" in said
+    assert "weights_only" not in said
+    assert "\x1b" not in said
+
+
 # ---------------------------------------------------------------------------------------------- inspect
 
 
