@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from hf_emopt.integrations.refusals import (
     fsdp1_problem,
     megatron_problem,
 )
+from hf_emopt.integrations.training_arguments import misspelt_arguments, optimizer_problems
 
 __all__ = ["kind_of_config", "problems_of_config"]
 
@@ -57,7 +58,7 @@ def problems_of_config(path: str | Path) -> tuple[str, list[str]]:
         FileNotFoundError: there is no such file, or it names one that there is not.
         ValueError: it cannot be read, or is no configuration.
     """
-    block, content = split_config(path)
+    block, content = split_config(path, "--config")
     kind = kind_of_config(content if block is None else {**content, BLOCK: block}, path)
     if kind == "deepspeed":
         return kind, _some(deepspeed_problem("an optimizer of hf_emopt", content))
@@ -84,8 +85,7 @@ def _of_accelerate(content: Content, block: Any, path: str | Path) -> list[str]:
         problems.append(megatron_problem(name))
     if distributed == "FSDP":
         fsdp = _mapping(content.get("fsdp_config"))
-        if int(fsdp.get("fsdp_version", 1)) == 1:
-            problems.append(fsdp1_problem(name, ACCELERATE_FIX))
+        problems += _of_fsdp(name, fsdp, ("fsdp_version",), 1, ACCELERATE_FIX)
     if distributed == "DEEPSPEED":
         problems += _some(
             deepspeed_problem(name, _deepspeed_of_accelerate(_mapping(content.get("deepspeed_config")), path))
@@ -107,16 +107,24 @@ def _deepspeed_of_accelerate(flags: Content, path: str | Path) -> Content:
 
 def _of_trainer(content: Content, path: str | Path) -> list[str]:
     name = f"optim={content['optim']!r}" if "optim" in content else "an optimizer of hf_emopt"
-    problems = []
+    problems = misspelt_arguments(content) + optimizer_problems(content)
     fsdp = content.get("fsdp_config")
     fsdp = _named_file(fsdp, path) if isinstance(fsdp, str) else _mapping(fsdp)
-    if int(fsdp.get("version", fsdp.get("fsdp_version", 2))) == 1:
-        problems.append(fsdp1_problem(name, TRAINER_FIX))
+    problems += _of_fsdp(name, fsdp, ("version", "fsdp_version"), 2, TRAINER_FIX)
     deepspeed = content.get("deepspeed")
     if deepspeed:
         config = _named_file(deepspeed, path) if isinstance(deepspeed, str) else _mapping(deepspeed)
         problems += _some(deepspeed_problem(name, config))
     return problems
+
+
+def _of_fsdp(name: str, fsdp: Content, keys: Sequence[str], default: int, fix: str) -> list[str]:
+    """Of its version, under the first of ``keys`` that is there."""
+    key = next((key for key in keys if key in fsdp), keys[0])
+    version = str(fsdp.get(key, default))
+    if version == "1":
+        return [fsdp1_problem(name, fix)]
+    return [] if version == "2" else [f"fsdp_config: {key} {fsdp[key]!r} is no version of FSDP; write {key}: 2"]
 
 
 def _mapping(value: Any) -> Content:
@@ -129,4 +137,4 @@ def _named_file(name: str, path: str | Path) -> Content:
     found = next((candidate for candidate in candidates if os.path.isfile(candidate)), None)
     if found is None:
         raise FileNotFoundError(f"{path} names {name}: no such file")
-    return split_config(found)[1]
+    return split_config(found, f"{path}:")[1]

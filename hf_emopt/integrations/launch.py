@@ -35,6 +35,11 @@ from hf_emopt.integrations.accelerate import ENVIRONMENT_PREFIX, EmoptPlugin
 __all__ = ["BLOCK", "environment_of", "launch", "split_config"]
 
 BLOCK = "emopt_config"
+_USAGE = "hf-emopt launch [--config_file FILE] [options of accelerate launch] SCRIPT [its arguments]"
+_DESCRIPTION = (
+    f"accelerate launch, and a block `{BLOCK}:` in its YAML file, which names the optimizer (`optim: muon`) and its options "
+    "for EmoptPlugin and Trainer. The block is checked before anything starts. All options below are Accelerate's own."
+)
 
 
 def launch(arguments: Sequence[str]) -> int:
@@ -50,7 +55,9 @@ def launch(arguments: Sequence[str]) -> int:
         ValueError: the block has an unknown key or a bad value; the message names the file.
         FileNotFoundError: there is no such configuration.
     """
-    options = launch_command_parser().parse_args(list(arguments))
+    parser = launch_command_parser()
+    parser.prog, parser.usage, parser.description = "hf-emopt launch", _USAGE, _DESCRIPTION
+    options = parser.parse_args(list(arguments))
     path = options.config_file or (default_config_file if os.path.isfile(default_config_file) else None)
     if path is None:
         return _run(options)
@@ -78,17 +85,25 @@ def _run(options: Any) -> int:
     return 0
 
 
-def split_config(path: str | Path) -> tuple[Any, dict[str, Any]]:
+def split_config(path: str | Path, flag: str = "--config_file") -> tuple[Any, dict[str, Any]]:
     """The ``emopt_config`` block of a configuration, ``None`` where there is none, and the configuration without it.
+
+    Args:
+        path: YAML or JSON.
+        flag: that a user gave the file by, for messages.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file is not a mapping.
+        ValueError: it is a folder, no text, or not a mapping.
     """
+    if os.path.isdir(path):
+        raise ValueError(f"{flag} {path} is a folder: give a file")
     if not os.path.isfile(path):
-        raise FileNotFoundError(f"--config_file {path}: no such file")
+        raise FileNotFoundError(f"{flag} {path}: no such file")
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))  # JSON is YAML too
+    except UnicodeDecodeError:
+        raise ValueError(f"{flag} {path} is no text: give a file of YAML or JSON") from None
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is not valid YAML: {error}") from None
     if not isinstance(content, dict):

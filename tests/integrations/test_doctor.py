@@ -142,6 +142,13 @@ OFFLOAD = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
         ({"train_batch_size": 8}, "zero_optimization", '"zero_optimization": {"stage": 0}'),
         ({"output_dir": "out", "optim": "soap", "fsdp": True, "fsdp_config": {"version": 1}}, "optim='soap'", "'version': 2"),
         ({"output_dir": "out", "deepspeed": {"zero_optimization": OFFLOAD}}, "DeepSpeedCPUAdam", "false"),
+        ({"output_dir": "out", "optim": "moun"}, "optim='moun' is no optimizer of hf_emopt", "did you mean 'muon'"),
+        ({"output_dir": "out", "optim": "adamw_troch"}, "or of transformers", "did you mean 'adamw_torch'"),
+        ({"output_dir": "out", "optim": "muon", "optim_args": "ns_stepz=6"}, "unknown key 'ns_stepz'", "'ns_steps'"),
+        ({"output_dir": "out", "optim": "emopt_muon", "optim_args": {"ns_steps": "x"}}, "bad value 'x'", "INTEGER"),
+        ({"output_dir": "out", "lerning_rate": 1e-3}, "'lerning_rate'", "did you mean 'learning_rate'"),
+        ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": "two"}}, "fsdp_version 'two'", "fsdp_version: 2"),
+        ({"output_dir": "out", "fsdp": True, "fsdp_config": {"version": None}}, "version None", "version: 2"),
     ],
 )  # fmt: skip
 def test_refused_settings(content: Any, cause: str, fix: str, tmp_path: Path, capsys: Any) -> None:
@@ -152,6 +159,18 @@ def test_refused_settings(content: Any, cause: str, fix: str, tmp_path: Path, ca
     (finding,) = of(findings, "config").values()
     assert cause in finding["text"]
     assert fix in finding["text"]
+
+
+def test_arguments_of_scripts_beside_those_of_the_trainer(tmp_path: Path) -> None:
+    """Other dataclasses read the same file, and transformers' own optimizers their own options."""
+    content = {
+        "output_dir": "out", "optim": "adamw_torch", "optim_args": "anything=1", "model_name_or_path": "x",
+        "dataset_name": "y", "max_seq_length": 8, "label_smoothing": 0.1, "lora_target_modules": "all-linear",
+        "num_warmup_steps": 3,
+    }  # fmt: skip
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(content), encoding="utf-8")
+    assert [f.status for f in doctor._config(path)] == ["ok"]
 
 
 def test_the_words_are_those_of_the_refusals(tmp_path: Path) -> None:
@@ -186,16 +205,24 @@ def test_a_file_beside_the_configuration(tmp_path: Path, capsys: Any) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        (None, "--config PATH: no such file"),
+        ("folder", "--config PATH is a folder: give a file"),
+        (b"\x80\x02\xff", "--config PATH is no text: give a file of YAML or JSON"),
         ("a: [", "is not valid YAML"),
         ("- 1\n", "must hold `key: value` lines"),
         ("hidden_size: 8\n", "is no configuration of Accelerate"),
     ],
 )
-def test_what_is_no_configuration(text: str, message: str, tmp_path: Path, capsys: Any) -> None:
+def test_what_is_no_configuration(text: Any, message: str, tmp_path: Path, capsys: Any) -> None:
     path = tmp_path / "config.yaml"
-    path.write_text(text)
+    if text == "folder":
+        path.mkdir()
+    elif isinstance(text, bytes):
+        path.write_bytes(text)
+    elif text is not None:
+        path.write_text(text)
     assert main(["doctor", "--config", str(path)]) == 2
-    assert message in capsys.readouterr().err
+    assert message.replace("PATH", str(path)) in capsys.readouterr().err
 
 
 def test_environment_variables(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

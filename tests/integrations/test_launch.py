@@ -141,6 +141,15 @@ def test_environment_overrides_the_file_aloud(
     assert capsys.readouterr().err == f"hf-emopt: EMOPT_OPTIM=muon of the environment overrides {path}\n"
 
 
+def test_help_tells_of_the_block_first(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["launch", "--help"])
+    assert ended.value.code == 0
+    out = capsys.readouterr().out
+    assert out.startswith("usage: hf-emopt launch [--config_file FILE]")
+    assert out.index("emopt_config") < out.index("--num_processes")
+
+
 @pytest.mark.parametrize(
     ("block", "message"),
     [
@@ -172,6 +181,8 @@ def test_mistakes_in_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         bad.write_text(text)
         assert main(["launch", "--config_file", str(bad), "script.py"]) == 2
         assert message in capsys.readouterr().err
+    assert main(["launch", "--config_file", str(tmp_path), "script.py"]) == 2
+    assert f"--config_file {tmp_path} is a folder: give a file" in capsys.readouterr().err
     assert main(["launch", "--config_file", str(tmp_path / "none.yaml"), "script.py"]) == 2
     assert "none.yaml: no such file" in capsys.readouterr().err
 
