@@ -161,12 +161,17 @@ def custom_gpu(
             f"--gpu {base} is not one of {', '.join(GPUS)}; take the nearest and give its figures by flags"
         )
     gpu = GPUS[base]
-    given = {"bf16": tflops, "memory_tb_s": memory_tb_s, "memory_gib": memory_gib, "nvlink_gb_s": nvlink_gb_s,
-             "per_node": per_node}  # fmt: skip
-    chosen = {key: value for key, value in given.items() if value is not None}
-    for key, value in chosen.items():
-        if not value > 0:
-            raise ValueError(f"{key}={value} must be above 0")
+    given = {
+        "bf16": ("--gpu-tflops", tflops),
+        "memory_tb_s": ("--gpu-bandwidth", memory_tb_s),
+        "memory_gib": ("--gpu-memory", memory_gib),
+        "nvlink_gb_s": ("--nvlink-gbytes", nvlink_gb_s),
+        "per_node": ("--gpus-per-node", per_node),
+    }
+    for flag, value in given.values():
+        if value is not None and not value > 0:
+            raise ValueError(f"{flag} {value} must be above 0")
+    chosen = {key: value for key, (_, value) in given.items() if value is not None}
     source = {**gpu.source, **dict.fromkeys(chosen, "given")}
     if tflops is not None:
         chosen |= {"tf32": gpu.tf32 * tflops / gpu.bf16, "fp32": gpu.fp32 * tflops / gpu.bf16}
