@@ -1,4 +1,4 @@
-"""``hf-emopt``: what an optimizer would do with a model, before anything is trained."""
+"""``hf-emopt``: plans, launches, measures and examines training with the optimizers of this package."""
 
 from __future__ import annotations
 
@@ -7,20 +7,28 @@ import json
 import sys
 from collections.abc import Sequence
 
+from hf_emopt._version import __version__
 from hf_emopt.commands import bench, doctor, plan, report
+from hf_emopt.commands.outputs import check_output, said
+from hf_emopt.commands.parsing import Parser
 
 __all__ = ["main"]
+
+_DESCRIPTION = (
+    "Muon, NorMuon, SOAP, Shampoo and KL-Shampoo for Hugging Face Trainer and Accelerate: plan a run before it, launch and "
+    "measure it, and look into its logs and checkpoints. `hf-emopt COMMAND --help` has the options of a command."
+)
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="hf-emopt", description=__doc__)
+    parser: argparse.ArgumentParser = Parser(prog="hf-emopt", description=_DESCRIPTION)
+    parser.add_argument("--version", action="version", version=f"hf-emopt {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     plan.add(commands)
     commands.add_parser(
         "launch",
         help="accelerate launch, with an emopt_config block in its YAML",
-        description="hf-emopt launch --config_file FILE SCRIPT ...: options are those of `accelerate launch`.",
         add_help=False,
     )
     _add_inspect(commands)
@@ -71,6 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.command == "convert":
             from hf_emopt.deepspeed_files import convert
 
+            check_output("output", options.output, folder=True)
             print(f"{options.output}: {', '.join(convert(options.checkpoint, options.output))}")
             return 0
         if options.command == "inspect":
@@ -80,8 +89,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(json.dumps(content.to_dict()) if options.json else content)
             return 0
         return plan.run(options)
-    except (ValueError, FileNotFoundError) as error:
-        print(f"hf-emopt: {error}", file=sys.stderr)
+    except (ValueError, OSError) as error:
+        print(f"hf-emopt: {said(error) if isinstance(error, OSError) else error}", file=sys.stderr)
         return 2
 
 

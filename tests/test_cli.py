@@ -1,4 +1,4 @@
-"""``hf-emopt plan`` against an optimizer that has really been stepped."""
+"""The command line: ``hf-emopt plan`` against an optimizer that has really been stepped, and what every command refuses."""
 
 from __future__ import annotations
 
@@ -98,6 +98,11 @@ def test_the_table_is_printed(folder, capsys) -> None:
         assert expected in out
 
 
+@pytest.mark.parametrize(("short", "whole"), [("bf16", "bfloat16"), ("fp16", "float16"), ("fp32", "float32")])
+def test_dtypes_have_the_names_that_optim_args_takes(folder, capsys, short: str, whole: str) -> None:
+    assert planned(capsys, folder, "--dtype", short) == planned(capsys, folder, "--dtype", whole)
+
+
 def test_every_optimizer_that_is_named_is_planned(folder, capsys) -> None:
     names = ["muon", "soap", "kl_shampoo"]
     found = planned(capsys, folder, "--optim", *names)
@@ -156,3 +161,88 @@ def test_a_broken_configuration_is_one_line(text: str, message: str, tmp_path: P
     captured = capsys.readouterr()
     assert message in captured.err
     assert "Traceback" not in captured.err
+
+
+# ---------------------------------------------------------------------- every command
+
+
+def test_version_and_help(capsys) -> None:
+    for flag, words in (("--version", f"hf-emopt {hf_emopt.__version__}\n"), ("--help", "Muon, NorMuon, SOAP")):
+        with pytest.raises(SystemExit) as ended:
+            main([flag])
+        assert ended.value.code == 0
+        out = capsys.readouterr().out
+        assert words in out
+        assert "``" not in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "usage", "message"),
+    [
+        (["plan", "X", "--layot", "ddp"], "usage: hf-emopt plan ", "--layot ddp; did you mean --layout?"),
+        (["plan", "X", "--layot=ddp"], "usage: hf-emopt plan ", "--layot=ddp; did you mean --layout?"),
+        (
+            ["bench", "step", "--model", "tiny", "--lenght", "8"],
+            "usage: hf-emopt bench step ",
+            "did you mean --length?",
+        ),
+        (["report", "run", "again"], "usage: hf-emopt report ", "unrecognized arguments: again\n"),
+        (["--versoin", "doctor"], "usage: hf-emopt [-h]", "did you mean --version?"),
+    ],
+)
+def test_unknown_options_are_answered_by_their_command(capsys, arguments: list[str], usage: str, message: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    err = capsys.readouterr().err
+    assert err.startswith(usage)
+    assert message in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["report", "run", "--out", "FOLDER"], "--out FOLDER is a folder: name a file"),
+        (["report", "run", "--out", "FILE/page.html"], "--out FILE/page.html: FILE is a file, and no folder"),
+        (["convert", "run", "FILE/sub"], "output FILE/sub: FILE is a file, and no folder"),
+        (["bench", "step", "--model", "tiny", "--output", "FOLDER"], "--output FOLDER is a folder: name a file"),
+        (["bench", "step", "--model", "tiny", "--output", "FILE/x.json"], "--output FILE/x.json: FILE is a file"),
+        (["bench", "step", "--model", "tiny", "--output", "FOLDER/no/x.json"], "no folder FOLDER/no: make it"),
+        (["bench", "kernels", "--output", "FOLDER"], "--output FOLDER is a folder: name a file"),
+        (["bench", "kernels", "--tune", "FOLDER"], "--tune FOLDER is a folder: name a file"),
+    ],
+)
+def test_places_that_cannot_be_written_are_found_first(
+    tmp_path: Path, monkeypatch, capsys, arguments: list[str], message: str
+) -> None:
+    """Before a log is read, a checkpoint converted or a step measured: what would be is not there."""
+
+    def started(*args: object, **kwargs: object) -> None:
+        raise AssertionError("processes were started")
+
+    monkeypatch.setattr("hf_emopt.commands.bench.subprocess.run", started)
+    folder, file = tmp_path / "folder", tmp_path / "file"
+    folder.mkdir()
+    file.touch()
+
+    def placed(text: str) -> str:
+        return text.replace("FOLDER", str(folder)).replace("FILE", str(file))
+
+    assert main([placed(a) for a in arguments]) == 2
+    assert placed(message) in capsys.readouterr().err
+
+
+def test_what_the_system_refuses_is_one_line_with_file_and_fix(tmp_path: Path, monkeypatch, capsys) -> None:
+    path = tmp_path / "config.yaml"
+    for error, message in (
+        (PermissionError(13, "Permission denied", str(path)), f"hf-emopt: {path}: Permission denied; name a place"),
+        (OSError(28, "No space left on device", str(path)), f"hf-emopt: {path}: No space left on device\n"),
+        (OSError("the Hub cannot be reached"), "hf-emopt: the Hub cannot be reached\n"),
+    ):
+
+        def refused(options: object, error: OSError = error) -> int:
+            raise error
+
+        monkeypatch.setattr("hf_emopt.cli.doctor.run", refused)
+        assert main(["doctor"]) == 2
+        assert message in capsys.readouterr().err

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from typing import Any
 
+from hf_emopt.commands.outputs import check_output
+
 __all__ = ["add", "run"]
 
 
@@ -75,6 +77,10 @@ def run(options: argparse.Namespace) -> int:
     if options.bench == "kernels":
         from hf_emopt.bench.kernels import run as run_kernels
 
+        if options.tune is None:
+            check_output("--output", options.output, make_parents=False)
+        else:
+            check_output("--tune", options.tune, make_parents=False)
         return run_kernels(options.shapes, options.output, options.tune, not options.no_plot)
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(_processes(options)),
@@ -108,6 +114,8 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
     from hf_emopt.bench.step_models import MODELS, check_layout
     from hf_emopt.bench.step_optimizers import MATRIX_OPTIMIZERS, OPTIMIZERS
 
+    if options.output is not None:
+        check_output("--output", options.output, make_parents=False)
     processes = _processes(options)
     layout = options.layout or "ddp"
     check_layout(layout, processes, options.replicas, options.tp_size)

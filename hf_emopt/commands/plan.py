@@ -137,11 +137,15 @@ def _load(source: str, options: argparse.Namespace) -> nn.Module:
     import torch
 
     from hf_emopt.integrations.meta_model import load_meta_model
+    from hf_emopt.integrations.optim_args import parse_value
 
     model = load_meta_model(source, options.trust_remote_code)
     if options.dtype is None:
         return model
-    dtype = getattr(torch, options.dtype, None)
+    try:
+        dtype = parse_value(options.dtype, torch.dtype)
+    except ValueError:
+        dtype = getattr(torch, options.dtype, None)  # of eight bits, say
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ValueError(f"--dtype {options.dtype} is no floating-point dtype; try float32, bfloat16 or float16")
     return model.to(dtype)

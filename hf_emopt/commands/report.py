@@ -21,7 +21,9 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Writes the page and says where."""
+    from hf_emopt.commands.outputs import check_output
     from hf_emopt.report import write_report
 
+    check_output("--out", options.out)
     print(f"wrote {write_report(options.run, options.out)}")
     return 0
