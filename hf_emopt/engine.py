@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hf_emopt.changed_groups import ChangedGroups
 from hf_emopt.channels import Channel, channel_to, home_of
 from hf_emopt.distributed.agreement import (
     Agreement,
@@ -108,6 +109,7 @@ class Engine:
         self._slots: dict[Matrix, tuple[int, ...]] = {}
         self._slots_for: tuple[int, ...] = ()
         self._follow_periods()
+        self._changed = ChangedGroups(rule, groups)
         self._rows: dict[tuple[Any, ...], Tensor] = {}
         self.shared_aux = frozenset(p.name for bucket in self.aux_plan.buckets for p in bucket.parameters)
         self.offload = StateOffload() if offloads else None
@@ -185,6 +187,7 @@ class Engine:
             gradients: what this rank has.
             among: names of the parameters that this step is about; ``None`` for all.
         """
+        self._changed.check()
         self._follow_periods()
         present, flag = gradients.present, None
         for device_flag in gradients.finite.values():

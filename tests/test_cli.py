@@ -209,6 +209,7 @@ def test_unknown_options_are_answered_by_their_command(capsys, arguments: list[s
         (["bench", "step", "--model", "tiny", "--output", "FILE/x.json"], "--output FILE/x.json: FILE is a file"),
         (["bench", "step", "--model", "tiny", "--output", "FOLDER/no/x.json"], "no folder FOLDER/no: make it"),
         (["bench", "kernels", "--output", "FOLDER"], "--output FOLDER is a folder: name a file"),
+        (["bench", "step", "--model", "tiny", "--output", "x.png"], "name it x.json"),
         (["bench", "kernels", "--tune", "FOLDER"], "--tune FOLDER is a folder: name a file"),
     ],
 )

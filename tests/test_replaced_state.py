@@ -169,3 +169,34 @@ def test_a_group_that_there_was_none_of_joins_the_schedule() -> None:
     again = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5, last_epoch=schedule.last_epoch)
     again.step()
     assert all(g["lr"] < 5e-3 for g in optimizer.param_groups)
+
+
+@pytest.mark.parametrize(
+    ("rule", "change", "message"),
+    [
+        ("muon", {"momentum": 1.5}, "momentum=1.5"),
+        ("muon", {"low_precision_weights": "nonsense"}, "low_precision_weights='nonsense'"),
+        ("muon", {"state_dtype": "bfloat16"}, "state_dtype from 'float32' to 'bfloat16': that needs other state"),
+        ("shampoo", {"momentum": 0.9}, "momentum from 0.0 to 0.9: that needs other state"),
+        ("shampoo", {"refresh": "async"}, "refresh from 'staggered' to 'async': that needs other state"),
+        ("soap", {"precondition_frequency": 0}, "precondition_frequency=0"),
+    ],
+)
+def test_what_is_written_into_a_group_is_checked(rule: str, change: dict[str, Any], message: str) -> None:
+    model, optimizer = built(rule)
+    step(model, optimizer, 1, seed=1)
+    before = copy.deepcopy(model.state_dict())
+    optimizer.param_groups[0].update(change)
+    with pytest.raises(ValueError, match="was changed between steps") as raised:
+        optimizer.step()
+    assert message in str(raised.value)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_schedules_of_hyperparameters_are_free() -> None:
+    model, optimizer = built("soap", weight_decay=0.1)
+    for value in (0.05, 0.0, 0.2):
+        for group in optimizer.param_groups:
+            group["weight_decay"], group["lr"] = value, value / 10
+        optimizer.param_groups[0]["precondition_frequency"] = 3 + int(10 * value)
+        step(model, optimizer, 2, seed=1)

@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
         from hf_emopt.bench.kernels import run as run_kernels
 
         if options.tune is None:
-            check_output("--output", options.output, make_parents=False)
+            _check_figures(options.output)
         else:
             check_output("--tune", options.tune, make_parents=False)
         return run_kernels(options.shapes, options.output, options.tune, not options.no_plot)
@@ -87,6 +87,15 @@ def run(options: argparse.Namespace) -> int:
         "-m", "hf_emopt.bench.step_worker", json.dumps(_settings(options)),
     ]  # fmt: skip
     return subprocess.run(command, check=False).returncode
+
+
+def _check_figures(path: str) -> None:
+    """Refuses a name for figures that cannot be written, or that their plot would have."""
+    check_output("--output", path, make_parents=False)
+    if path.endswith(".png"):
+        raise ValueError(
+            f"--output {path}: figures are JSON, and their plot goes beside them: name it {path[:-4]}.json"
+        )
 
 
 def _processes(options: argparse.Namespace) -> int:
@@ -115,7 +124,7 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
     from hf_emopt.bench.step_optimizers import MATRIX_OPTIMIZERS, OPTIMIZERS
 
     if options.output is not None:
-        check_output("--output", options.output, make_parents=False)
+        _check_figures(options.output)
     processes = _processes(options)
     layout = options.layout or "ddp"
     check_layout(layout, processes, options.replicas, options.tp_size)

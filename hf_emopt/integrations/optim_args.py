@@ -175,8 +175,9 @@ def _unknown_key(key: str, options: Mapping[str, Any]) -> str:
 
 def _error(problem: str, optimizer_cls: type, options: Mapping[str, Any]) -> ValueError:
     aliases = [alias for alias, name in ALIASES.items() if name in options and alias not in options]
+    stop = "" if problem.endswith("?") else "."
     return ValueError(
-        f"optim_args for {optimizer_cls.__name__}: {problem}. Accepted form: {EXAMPLE}, or a mapping. "
+        f"optim_args for {optimizer_cls.__name__}: {problem}{stop} Accepted form: {EXAMPLE}, or a mapping. "
         f"Keys: {', '.join(sorted([*options, *aliases]))}."
     )
 
