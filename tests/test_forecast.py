@@ -18,6 +18,7 @@ import forecast_errors
 import hf_emopt
 from forecast_errors import FITTED, OLDER, PREDICTED
 from hf_emopt.cli import main
+from hf_emopt.distributed.assignment import BUCKET_VARIABLE
 from hf_emopt.forecast.hardware import EFFICIENCY, GPUS, HOST, NETWORKS, custom_gpu
 from hf_emopt.forecast.layouts import Layout, place
 from hf_emopt.forecast.products import newton_schulz_seconds, product_seconds
@@ -316,6 +317,19 @@ def test_given_figures_are_called_given(folder: str, capsys: pytest.CaptureFixtu
     assert "as given" in found["products"]
     assert found["passes"].startswith("given bandwidth")
     assert "given, 80% of it" in found["network"]
+
+
+def test_larger_buckets_are_spoken_of_where_there_are_several(
+    folder: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["plan", folder, "--layout", "ddp"]
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    assert "ddp, muon: bound by the host\n" in out
+    assert BUCKET_VARIABLE not in out
+    monkeypatch.setenv(BUCKET_VARIABLE, "2048")
+    assert main(arguments) == 0
+    assert f"bound by the host: buckets of more elements would help ({BUCKET_VARIABLE})" in capsys.readouterr().out
 
 
 def test_what_does_not_fit_is_said(folder: str, capsys: pytest.CaptureFixture[str]) -> None:

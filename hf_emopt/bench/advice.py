@@ -31,10 +31,12 @@ class Alternative:
     Attributes:
         name: what a user would set.
         settings: with it.
+        buckets: it does nothing but cut the plan into other buckets.
     """
 
     name: str
     settings: Settings
+    buckets: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,8 +79,9 @@ class Verdict:
 def alternatives(name: str, settings: Settings, world_size: int, device: torch.device) -> list[Alternative]:
     """What could be set otherwise for an optimizer of this package.
 
-    Buckets of half and of twice the size; updates behind the next forward under DDP; the other of DDP and FSDP2; the standard
-    form of the orthogonalization where kernels run the Gram form; and for rules with factors the other schedules.
+    Buckets of half and of twice the size, whether or not the model fills them; updates behind the next forward under DDP; the
+    other of DDP and FSDP2; the standard form of the orthogonalization where kernels run the Gram form; and for rules with
+    factors the other schedules.
     """
     if name not in MATRIX_OPTIMIZERS:
         return []
@@ -98,7 +101,9 @@ def alternatives(name: str, settings: Settings, world_size: int, device: torch.d
     for factor in (0.5, 2.0):
         numel = str(int(largest * factor))
         environment = {**settings.environment, BUCKET_VARIABLE: numel}
-        found.append(Alternative(f"{BUCKET_VARIABLE}={numel}", replace(settings, environment=environment)))
+        found.append(
+            Alternative(f"{BUCKET_VARIABLE}={numel}", replace(settings, environment=environment), buckets=True)
+        )
     if settings.layout == "ddp" and world_size > 1 and name != "muon-overlap":
         option(overlap_param_gather=not settings.options.get("overlap_param_gather", False))
     if settings.layout in ("ddp", "fsdp2") and world_size > 1 and name != "muon-overlap":
@@ -139,14 +144,18 @@ def _standard_error(times: Sequence[float]) -> float:
 def measure_alternatives(
     rows: Sequence[Row], makers: Mapping[str, Maker], settings: Settings, world_size: int, device: torch.device
 ) -> list[Verdict]:
-    """Measures and judges the alternatives of every row of an optimizer of this package. All ranks call it."""
+    """Measures and judges the alternatives of every row of an optimizer of this package. All ranks call it.
+
+    Other buckets are measured only where they make another plan than the row's: the same step twice differs by noise.
+    """
     verdicts = []
     for row in rows:
         name = row["optimizer_name"]
         if "step" not in row:
             continue
         for alternative in alternatives(name, settings, world_size, device):
-            measured = attempt(name, makers[name], alternative.settings, device, label=alternative.name)
+            same = row["plan"] if alternative.buckets else None
+            measured = attempt(name, makers[name], alternative.settings, device, alternative.name, same)
             verdicts.append(compare(name, alternative.name, row, measured))
     return verdicts
 

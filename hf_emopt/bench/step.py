@@ -38,6 +38,7 @@ from torch import Tensor, nn
 from hf_emopt.bench.step_models import Laid, build_model, lay_out
 from hf_emopt.bench.timeline import timeline
 from hf_emopt.distributed.layout import local_tensor
+from hf_emopt.engine import Engine
 from hf_emopt.linalg import cuda_graphs
 from hf_emopt.matrix_optimizer import MatrixOptimizer
 
@@ -177,14 +178,17 @@ def measure_all(
     return [attempt(name, makers.get(name), settings, device) for name in names]
 
 
-def attempt(name: str, maker: Maker | None, settings: Settings, device: torch.device, label: str = "") -> Row:
+def attempt(
+    name: str, maker: Maker | None, settings: Settings, device: torch.device, label: str = "", unlike: str | None = None
+) -> Row:
     """:func:`measure`; where it fails the row says why, since the other rows are still wanted.
 
     Args:
         label: printed beside the name when it is done.
+        unlike: see :func:`measure`.
     """
     try:
-        row = measure(name, maker, settings, device)
+        row = measure(name, maker, settings, device, unlike)
     except Unavailable as reason:
         row = {"optimizer_name": name, "unavailable": str(reason)}
     except Exception as error:
@@ -219,16 +223,22 @@ def _set(environment: Mapping[str, str]) -> Iterator[None]:
                 os.environ[key] = value
 
 
-def measure(name: str, maker: Maker | None, settings: Settings, device: torch.device) -> Row:
+def measure(name: str, maker: Maker | None, settings: Settings, device: torch.device, unlike: str | None = None) -> Row:
     """Figures of one optimizer, or with ``None`` of a step without one; see the module.
+
+    Args:
+        unlike: a row's ``plan``, which is not measured again: what would differ is noise.
 
     Raises:
         TransformCountError: when not every matrix was transformed exactly once a step.
+        Unavailable: when the plan is ``unlike``.
         ValueError: when the model or the layout does not fit.
     """
     with _set(settings.environment):
         run = _Run(maker, settings, device)
         optimizer = run.optimizer
+        if isinstance(optimizer, MatrixOptimizer) and unlike and _plan_of(optimizer._current_engine()) == unlike:
+            raise Unavailable("makes the same plan")
         times, loss = run.times()
         figures: Row = {"optimizer_name": name, "loss": loss}
         if isinstance(optimizer, MatrixOptimizer):
@@ -399,7 +409,12 @@ def check_transforms(optimizer: MatrixOptimizer, steps: int, device: torch.devic
         raise TransformCountError(f"{optimizer.skipped_steps} steps were skipped: a gradient was not finite")
     engine = optimizer._engine  # that of the last step: between steps DeepSpeed's parameters are flat and make no plan
     assert engine is not None
-    return {"transforms": int(count), "imbalance": engine.plan.imbalance}
+    return {"transforms": int(count), "imbalance": engine.plan.imbalance, "plan": _plan_of(engine)}
+
+
+def _plan_of(engine: Engine) -> str:
+    """Equal where matrices, and copies of the others, lie in the same buckets with the same owners."""
+    return f"{engine.plan.digest()[:16]} {engine.aux_plan.digest()[:16]}"
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:

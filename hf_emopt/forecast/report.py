@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from hf_emopt.distributed.assignment import BUCKET_VARIABLE
 from hf_emopt.forecast.hardware import EFFICIENCY, GPUS
 from hf_emopt.forecast.products import has_kernels
 from hf_emopt.forecast.step import Forecast, Machine
@@ -168,7 +169,8 @@ def _remarks(row: dict[str, Any], machine: Machine) -> list[str]:
     if row["largest_step_ms"] > 1.3 * row["step_ms"]:
         lines.append(f"{where}: the longest step of a period takes {row['largest_step_ms']:.1f} ms")
     if row["host_ms"] >= row["step_ms"]:
-        lines.append(f"{where}: bound by the host: buckets of more elements would help (HF_EMOPT_MAX_BUCKET_NUMEL)")
+        fewer = f": buckets of more elements would help ({BUCKET_VARIABLE})" if row["buckets"] > 1 else ""
+        lines.append(f"{where}: bound by the host{fewer}")
     if row["parameters_in_teams"]:
         lines.append(
             f"{where}: {row['parameters_in_teams']} matrices are each transformed by several ranks, with "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from hf_emopt.bench.step_models import build_model, check_layout, lay_out
 from hf_emopt.bench.step_optimizers import OPTIMIZERS
 from hf_emopt.bench.step_report import about, plot, save, table
 from hf_emopt.cli import main
+from hf_emopt.distributed.assignment import BUCKET_VARIABLE
 
 TINY = {"model": "tiny", "tokens": 16, "length": 16, "steps": 1, "warmup": 1}
 MATRICES = 2 * 7
@@ -234,9 +236,26 @@ def test_alternatives_are_measured(two: World) -> None:
             "HF_EMOPT_MAX_BUCKET_NUMEL=67108864", "HF_EMOPT_MAX_BUCKET_NUMEL=268435456", "overlap_param_gather=True",
             "layout fsdp2",
         ]  # fmt: skip
-        assert not any(v.error for v in verdicts)
-        assert all(v.before == rows[1]["step"] and v.after > 0 for v in verdicts)
+        assert [v.error for v in verdicts] == ["makes the same plan"] * 2 + [""] * 2  # all matrices are in one bucket
+        assert [v.word for v in verdicts[:2]] == ["not measured"] * 2
+        assert all(v.before == rows[1]["step"] and (v.error or v.after > 0) for v in verdicts)
         assert list(shares["muon"]) == [16, 32]
+
+
+def replanned(numel: int) -> tuple[Row, Row]:
+    device, settings = torch.device("cpu"), Settings(**TINY, layout="ddp")
+    first = measure("muon", OPTIMIZERS["muon"], settings, device)
+    other = replace(settings, environment={BUCKET_VARIABLE: str(numel)})
+    return first, attempt("muon", OPTIMIZERS["muon"], other, device, unlike=first["plan"])
+
+
+def test_other_buckets_are_measured_where_they_make_another_plan(two: World) -> None:
+    for first, second in two.run(replanned, numel=4096):
+        assert second["step"] > 0
+        assert second["plan"] != first["plan"]
+    for _, second in two.run(replanned, numel=2**28):
+        assert "step" not in second
+        assert second["unavailable"] == "makes the same plan"
 
 
 def test_the_command_starts_processes_and_writes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
