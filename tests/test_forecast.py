@@ -23,6 +23,7 @@ from hf_emopt.forecast.hardware import EFFICIENCY, GPUS, HOST, NETWORKS, custom_
 from hf_emopt.forecast.layouts import Layout, place
 from hf_emopt.forecast.products import newton_schulz_seconds, product_seconds
 from hf_emopt.forecast.refreshes import refreshes
+from hf_emopt.forecast.report import MEASURED_RANKS, sources
 from hf_emopt.forecast.step import Machine, forecast
 
 FAST_HOSTS = ("step_fsdp2_1.1b_2xh200_d44b7ef", "step_fsdp2_1.1b_2xh200_daf71f2")
@@ -308,6 +309,16 @@ def test_the_table_says_what_is_measured(folder: str, capsys: pytest.CaptureFixt
     for expected in ("16 x b200, 8 a node", "fsdp2, muon", "fsdp2, AdamW fused", "what this rests on:",
                      "products: extrapolated", "network: extrapolated: datasheet", "assumed"):  # fmt: skip
         assert expected in out
+
+
+@pytest.mark.parametrize("world", [1, 2, 4, 5, 8])
+def test_steps_are_extrapolated_beyond_the_ranks_that_were_measured(world: int) -> None:
+    """The stored steps are the measure."""
+    stored = [json.loads(path.read_text()) for path in forecast_errors.RESULTS.glob("step_*.json")]
+    most = max(content["about"]["world_size"] for content in stored if "about" in content)
+    assert most == MEASURED_RANKS == 4
+    said = sources(M, world, [hf_emopt.Muon(squares())]).get("step", "")
+    assert said == (f"extrapolated: steps were measured on up to 4 GPUs, here are {world}" if world > 4 else "")
 
 
 def test_given_figures_are_called_given(folder: str, capsys: pytest.CaptureFixture[str]) -> None:

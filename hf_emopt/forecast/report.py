@@ -16,7 +16,7 @@ from hf_emopt.rules.muon import MuonRule
 
 __all__ = ["figures", "model_seconds", "sources", "table"]
 
-MEASURED_RANKS = 2
+MEASURED_RANKS = 4
 """Ranks up to which predicted steps are compared with measured ones."""
 
 
