@@ -20,7 +20,7 @@ from forecast_errors import FITTED, OLDER, PREDICTED
 from hf_emopt.cli import main
 from hf_emopt.distributed.assignment import BUCKET_VARIABLE
 from hf_emopt.forecast.hardware import EFFICIENCY, GPUS, HOST, NETWORKS, custom_gpu
-from hf_emopt.forecast.layouts import Layout, place
+from hf_emopt.forecast.layouts import Layout, layout_on, place
 from hf_emopt.forecast.products import newton_schulz_seconds, product_seconds
 from hf_emopt.forecast.refreshes import refreshes
 from hf_emopt.forecast.report import MEASURED_RANKS, sources
@@ -354,7 +354,18 @@ def test_what_does_not_fit_is_said(folder: str, capsys: pytest.CaptureFixture[st
         (["--gpu", "v100"], "--gpu v100 is not one of a100"),
         (["--network", "token-ring"], "--network token-ring is not one of nvlink"),
         (["--layout", "zero"], "--layout zero is not one of ddp"),
-        (["--layout", "hsdp", "--world-size", "12"], "--shard-size divides"),
+        (["--layout", "hsdp", "--world-size", "12"], "--shard-size 8 has not; --shard-size 2, 3, 4, 6 would fit"),
+        (
+            ["--layout", "hsdp", "--world-size", "3"],
+            "--world-size 3 with --shard-size 1 has not; no --shard-size fits it",
+        ),
+        (["--layout", "hsdp", "--world-size", "8", "--shard-size", "8"], "--shard-size 2, 4 would fit"),
+        (["--layout", "hsdp", "--world-size", "8", "--shard-size", "0"], "--shard-size 0 has not"),
+        (["--layout", "fsdp2", "--shard-size", "4"], "--shard-size 4 is for --layout hsdp, and the layouts are fsdp2"),
+        (
+            ["--world-size", "4", "--tp-size", "2"],
+            "--tp-size 2 is for --layout fsdp2+tp, and the layouts are ddp, fsdp2",
+        ),
         (["--layout", "fsdp2+tp", "--world-size", "4", "--tp-size", "3"], "--tp-size divides"),
         (["--layout", "ddp", "--gpu-tflops", "-1"], "--gpu-tflops -1.0 must be above 0"),
         (["--layout", "ddp", "--gpu-bandwidth", "nan"], "--gpu-bandwidth nan must be above 0"),
@@ -372,6 +383,15 @@ def test_bad_input_says_what_to_do(
 ) -> None:
     assert main(["plan", folder, *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("world", "per_node", "shards"), [(4, 8, 2), (6, 8, 3), (8, 8, 4), (16, 8, 8), (32, 4, 4)])
+def test_hsdp_has_two_replicas_or_more(world: int, per_node: int, shards: int) -> None:
+    """A replica is a node; of one node it is half, as on a page of four processes in two replicas."""
+    layout = layout_on("hsdp", world, per_node)
+    assert layout.shards == shards
+    sharded = forecast(hf_emopt.Muon(squares()), Layout("fsdp2", world), M)
+    assert forecast(hf_emopt.Muon(squares()), layout, M).memory.weights[0] > sharded.memory.weights[0]
 
 
 def test_a_model_without_a_plan_of_tensor_parallelism_says_so(

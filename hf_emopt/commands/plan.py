@@ -48,7 +48,10 @@ def _add_forecast(plan: argparse.ArgumentParser) -> None:
         "--tokens-per-gpu", type=int, default=None, help="tokens of a rank in a step, for the optimizer's share"
     )
     many.add_argument(
-        "--shard-size", type=int, default=None, help="ranks that hold one copy under hsdp (default: a node)"
+        "--shard-size",
+        type=int,
+        default=None,
+        help="ranks that hold one copy under hsdp (default: a node, or half of the ranks where they are one node)",
     )
     many.add_argument(
         "--tp-size", type=int, default=None, help="ranks that share a matrix under fsdp2+tp (default: a node)"
@@ -174,7 +177,7 @@ def _forecasts(
     options: argparse.Namespace, model: nn.Module, optimizers: dict[str, MatrixOptimizer]
 ) -> tuple[dict[str, Any], str]:
     """As plain values, and as text."""
-    from hf_emopt.forecast.layouts import Layout
+    from hf_emopt.forecast.layouts import check_sizes, layout_on
     from hf_emopt.forecast.report import figures, model_seconds, sources, table
     from hf_emopt.forecast.step import forecast
 
@@ -183,9 +186,10 @@ def _forecasts(
         raise ValueError(f"--tokens-per-gpu {options.tokens_per_gpu} must be at least 1")
     frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
     rows = []
-    for name in options.layout or ["ddp", "fsdp2"]:
-        node = min(machine.gpu.per_node, options.world_size)
-        layout = Layout(name, options.world_size, options.shard_size or node, options.tp_size or node)
+    names = options.layout or ["ddp", "fsdp2"]
+    check_sizes(names, options.shard_size, options.tp_size)
+    for name in names:
+        layout = layout_on(name, options.world_size, machine.gpu.per_node, options.shard_size, options.tp_size)
         tokens = options.tokens_per_gpu
         model_s = None if tokens is None else model_seconds(model, tokens, machine)
         if model_s is not None and name == "fsdp2+tp":

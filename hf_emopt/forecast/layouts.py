@@ -23,7 +23,7 @@ from hf_emopt.distributed.tensor_parallel import TensorCut
 from hf_emopt.matrix_optimizer import MatrixOptimizer
 from hf_emopt.planned import planned_sizes
 
-__all__ = ["LAYOUTS", "Layout", "Placed", "place"]
+__all__ = ["LAYOUTS", "Layout", "Placed", "check_sizes", "layout_on", "place"]
 
 LAYOUTS = ("ddp", "fsdp2", "hsdp", "fsdp2+tp")
 
@@ -52,10 +52,12 @@ class Layout:
             raise ValueError(f"--layout {self.name} is not one of {', '.join(LAYOUTS)}")
         if self.world_size < 1:
             raise ValueError(f"--world-size {self.world_size} must be at least 1")
-        if self.name == "hsdp" and (self.shards < 2 or self.world_size % self.shards):
+        fitting = [n for n in range(2, self.world_size // 2 + 1) if self.world_size % n == 0]
+        if self.name == "hsdp" and self.shards not in fitting:
             raise ValueError(
-                f"--layout hsdp needs a number of ranks that --shard-size divides, from 2: {self.world_size} and "
-                f"{self.shards} do not fit"
+                f"--layout hsdp needs two replicas or more, each of two ranks or more: --world-size {self.world_size} with "
+                f"--shard-size {self.shards} has not; "
+                + (f"--shard-size {', '.join(map(str, fitting))} would fit" if fitting else "no --shard-size fits it")
             )
         if self.name == "fsdp2+tp" and (self.tp_size < 2 or self.world_size % self.tp_size):
             raise ValueError(
@@ -76,6 +78,31 @@ class Layout:
                 share it among themselves, each column for itself.
         """
         return _storage(self, shape, cut_dim)
+
+
+def layout_on(
+    name: str, world_size: int, per_node: int, shard_size: int | None = None, tp_size: int | None = None
+) -> Layout:
+    """A layout with the sizes that suit the nodes where none are given: a matrix is shared within a node, and a replica of
+    HSDP is a node, or half of the ranks where one node has them all.
+
+    Raises:
+        ValueError: when the sizes do not fit.
+    """
+    node = min(per_node, world_size)
+    shards = shard_size if shard_size is not None else node if node < world_size else world_size // 2
+    return Layout(name, world_size, shards, node if tp_size is None else tp_size)
+
+
+def check_sizes(names: Sequence[str], shard_size: int | None, tp_size: int | None) -> None:
+    """Refuses a size that none of the layouts has.
+
+    Raises:
+        ValueError: for such a size.
+    """
+    for flag, size, layout in (("--shard-size", shard_size, "hsdp"), ("--tp-size", tp_size, "fsdp2+tp")):
+        if size is not None and layout not in names:
+            raise ValueError(f"{flag} {size} is for --layout {layout}, and the layouts are {', '.join(names)}")
 
 
 @lru_cache(maxsize=4096)
