@@ -2,7 +2,8 @@
 
 ``"datasheet"`` is the manufacturer's figure (NVIDIA A100 80GB, H100 SXM, H200 SXM, HGX B200; InfiniBand HDR and NDR), dense
 operations, one direction of a link. ``"measured"`` comes from ``benchmarks/results`` or from the kernel tables; ``"assumed"``
-is neither. Products have no figure of their own where a table of measured kernels exists (:mod:`.products`).
+is neither. What was fitted to steps of the optimizers is here too; bytes that follow from the code are in :mod:`.work`.
+Products have no figure of their own where a table of measured kernels exists (:mod:`.products`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-__all__ = ["EFFICIENCY", "GPUS", "HOST", "NETWORKS", "Gpu", "Host", "Network", "custom_gpu", "custom_network"]
+__all__ = [
+    "BASIS_CALL", "BASIS_SIDE", "EFFICIENCY", "FACTOR_BYTES", "FACTOR_BYTES_HALF", "GPUS", "HALF_CALL", "HALF_SIDE", "HOST",
+    "LAUNCH_SECONDS", "NETWORKS", "NVLINK_LATENCY_US", "REFRESH_CALL", "REFRESH_SIDE", "SOFTENING", "SPLIT_SIDE", "UNFUSED",
+    "Gpu", "Host", "Network", "custom_gpu", "custom_network",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,8 @@ NETWORKS: dict[str, Network] = {
     "ib200": Network("ib200", 25, 30, 1.0, "datasheet, one port of 200 Gbit/s a GPU"),
     "eth100": Network("eth100", 12.5 / 8, 60, 5.0, "datasheet, one port of 100 Gbit/s a node of eight"),
 }
+NVLINK_LATENCY_US = 20.0
+"""Of a collective inside a node; assumed."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +145,31 @@ class Host:
 
 
 HOST = Host()
+
+LAUNCH_SECONDS = 3e-6
+"""That the smallest kernel takes on the device; assumed."""
+SOFTENING = 0.05
+"""Of measured products that are this far away, in powers of two, none decides alone; assumed."""
+UNFUSED = 3.3
+"""How many times the bytes torch's foreach functions and copies move; from the two files ``*_foreach.json``."""
+FACTOR_BYTES, FACTOR_BYTES_HALF = 200.0, 114.0
+"""An owned element of what rules with factors do besides products. Fitted to the steps between refreshes of a synchronous
+schedule, whose products are known: SOAP 197, Shampoo 201. Shampoo in float16 reads blocks where they lie: what its kernels
+took (``step_single_1.1b_h200_226d713_shampoo.json``)."""
+
+# Seconds of the refresh of a side of 2048, and of a call, on an H200 with TF32 products: from a synchronous and a staggered
+# schedule of frequency 10 (benchmarks/results/refresh_2048_h200.json). In SOAP's call is what small batches lose. Shampoo's
+# side is from a whole step (step_fsdp2_1.1b_2xh200_1946bf8.json), since its roots take fewer products than they did there.
+REFRESH_SIDE = {"soap": 1.83e-3, "shampoo": 1.96e-3, "kl_shampoo": 5.07e-3}
+REFRESH_CALL = {"soap": 11.5e-3, "shampoo": 0.97e-3, "kl_shampoo": 0.97e-3}
+# Of Shampoo's roots on symmetric products in float16: a side from a whole step, of which 0.79 are its products and passes
+# alone; a call's is guessed.
+# With split factors, 0.72 ms more: 38.2 of two steps of one process, of 53 sides.
+HALF_SIDE, HALF_CALL = 0.82e-3, 0.3e-3
+SPLIT_SIDE = 1.54e-3
+# SOAP's bases in float16 on two streams: what 25 sides in 3.6 calls add to the mean step of two GPUs (6e866b4); how it parts
+# between sides and calls is guessed.
+BASIS_SIDE, BASIS_CALL = 1.2e-3, 5.9e-3
 
 
 def custom_gpu(

@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
-from hf_emopt.forecast.hardware import GPUS, Gpu
+from hf_emopt.forecast.hardware import GPUS, LAUNCH_SECONDS, SOFTENING, Gpu
 from hf_emopt.linalg.coefficients import resolve_coefficients
 from hf_emopt.linalg.gram_newton_schulz import find_restart_steps
 from hf_emopt.linalg.newton_schulz import gram_pays
@@ -21,11 +21,6 @@ from hf_emopt.linalg.triton.configs import chosen_table, family, load_table
 from hf_emopt.rules.base import Group
 
 __all__ = ["has_kernels", "newton_schulz_launches", "newton_schulz_seconds", "product_seconds"]
-
-# Of entries that are this far away, in powers of two, none decides alone.
-_SOFTENING = 0.05
-_LAUNCH = 3e-6
-"""Seconds that the smallest kernel takes on the device."""
 
 _REFERENCE = GPUS["h200"]
 """On which the table was measured; an H100 has the same rates."""
@@ -54,7 +49,7 @@ def _rate(
     points = _points(architecture, table, clusters, symmetric, with_c)
     total = weights = 0.0
     for x, y, z in points:
-        distance = (x - elements) ** 2 + (y - depth) ** 2 + _SOFTENING
+        distance = (x - elements) ** 2 + (y - depth) ** 2 + SOFTENING
         total += z / distance**2
         weights += 1 / distance**2
     return float(2.0 ** (total / weights))
@@ -82,7 +77,7 @@ def product_seconds(
     architecture = gpu.architecture if has_kernels(gpu) else _REFERENCE.architecture
     rate = _rate(architecture, chosen_table(), gpu.clusters, symmetric and has_kernels(gpu), with_c, *where)
     rate *= gpu.bf16 / _REFERENCE.bf16
-    return float(max(flops / rate, _LAUNCH))
+    return float(max(flops / rate, LAUNCH_SECONDS))
 
 
 def newton_schulz_seconds(

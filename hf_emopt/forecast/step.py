@@ -12,11 +12,11 @@ import numpy as np
 from torch import nn
 
 from hf_emopt.forecast.amounts import Array, BucketAmounts, Kind, Memory, bucket_amounts, held, memory, spread, total
-from hf_emopt.forecast.hardware import EFFICIENCY, HOST, Gpu, Network
+from hf_emopt.forecast.hardware import EFFICIENCY, HOST, NVLINK_LATENCY_US, UNFUSED, Gpu, Network
 from hf_emopt.forecast.layouts import Layout, Placed, place
 from hf_emopt.forecast.products import has_kernels
 from hf_emopt.forecast.refreshes import refreshes
-from hf_emopt.forecast.work import UNFUSED, Passes, Work, passes, refresh_seconds, transform_work
+from hf_emopt.forecast.work import Passes, Work, passes, refresh_seconds, transform_work
 from hf_emopt.matrix_optimizer import MatrixOptimizer
 from hf_emopt.rules.muon import MuonRule
 
@@ -52,9 +52,6 @@ class Machine:
         outside = received * far / world / (self.network.gb_s * 1e9 * EFFICIENCY.network)
         start = self.network.latency_us + self.network.message_us * far if far else NVLINK_LATENCY_US
         return max(inside, outside) + (start * 1e-6 if latency else 0.0)
-
-
-NVLINK_LATENCY_US = 20.0
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hf_emopt.forecast.amounts import Array, Kind
-from hf_emopt.forecast.hardware import EFFICIENCY, GPUS, Gpu
+from hf_emopt.forecast.hardware import (
+    BASIS_CALL,
+    BASIS_SIDE,
+    EFFICIENCY,
+    FACTOR_BYTES,
+    FACTOR_BYTES_HALF,
+    GPUS,
+    HALF_CALL,
+    HALF_SIDE,
+    REFRESH_CALL,
+    REFRESH_SIDE,
+    SPLIT_SIDE,
+    UNFUSED,
+    Gpu,
+)
 from hf_emopt.forecast.products import has_kernels, newton_schulz_launches, newton_schulz_seconds, product_seconds
 from hf_emopt.linalg.half_newton import SINGLE_EPSILON
 from hf_emopt.linalg.newton_schulz_sharded import sharded_cost
@@ -13,21 +27,7 @@ from hf_emopt.rules.base import Group, MatrixRule
 from hf_emopt.rules.kronecker import KroneckerRule
 from hf_emopt.rules.muon import MuonRule, NorMuonRule
 
-__all__ = ["UNFUSED", "Passes", "Work", "passes", "refresh_seconds", "transform_work"]
-
-# Seconds of the refresh of a side of 2048, and of a call, on an H200 with TF32 products: from a synchronous and a staggered
-# schedule of frequency 10 (benchmarks/results/refresh_2048_h200.json). In SOAP's call is what small batches lose. Shampoo's
-# side is from a whole step (step_fsdp2_1.1b_2xh200_1946bf8.json), since its roots take fewer products than they did there.
-_REFRESH_SIDE = {"soap": 1.83e-3, "shampoo": 1.96e-3, "kl_shampoo": 5.07e-3}
-_REFRESH_CALL = {"soap": 11.5e-3, "shampoo": 0.97e-3, "kl_shampoo": 0.97e-3}
-# Of Shampoo's roots on symmetric products in float16: a side from a whole step, of which 0.79 are its products and passes
-# alone; a call's is guessed.
-# With split factors, 0.72 ms more: 38.2 of two steps of one process, of 53 sides.
-_HALF_SIDE, _HALF_CALL = 0.82e-3, 0.3e-3
-_SPLIT_SIDE = 1.54e-3
-# SOAP's bases in float16 on two streams: what 25 sides in 3.6 calls add to the mean step of two GPUs (6e866b4); how it parts
-# between sides and calls is guessed.
-_BASIS_SIDE, _BASIS_CALL = 1.2e-3, 5.9e-3
+__all__ = ["Passes", "Work", "passes", "refresh_seconds", "transform_work"]
 
 
 @dataclass(frozen=True)
@@ -101,9 +101,6 @@ APPLY_16_BITS = 134.0
 """Bytes an element of the last phase of 16-bit weights, which runs function by function: 46 to put the float32 weight
 together of its halves, 34 to step it, 50 to part it again, 4 to unpack the update (:mod:`hf_emopt.rules.masters`)."""
 
-UNFUSED = 3.3
-"""How many times the bytes torch's foreach functions and copies move; from the two files ``*_foreach.json``."""
-
 
 def _rule_bytes(rule: MatrixRule, group: Group, gpu: Gpu) -> tuple[float, int]:
     """Bytes an owned element of what a rule does besides products, and the width of the room that it reads."""
@@ -111,9 +108,7 @@ def _rule_bytes(rule: MatrixRule, group: Group, gpu: Gpu) -> tuple[float, int]:
         return 36.0, 4  # row norms, scale and the norm of the whole, in float32
     if isinstance(rule, MuonRule):
         return 0.0, 2 if rule.defers_scale(group) and has_kernels(gpu) else 4
-    # Fitted to the steps between refreshes of a synchronous schedule, whose products are known: SOAP 197, Shampoo 201.
-    # Shampoo in float16 reads blocks where they lie: what its kernels took (step_single_1.1b_h200_226d713_shampoo.json).
-    return 114.0 if rule.name == "shampoo" and _in_half(gpu, group) else 200.0, 4
+    return FACTOR_BYTES_HALF if rule.name == "shampoo" and _in_half(gpu, group) else FACTOR_BYTES, 4
 
 
 def transform_work(gpu: Gpu, rule: MatrixRule, group: Group, kind: Kind, count: int) -> Work:
@@ -165,9 +160,9 @@ def refresh_seconds(gpu: Gpu, rule: MatrixRule, group: Group, sides: Array, call
     """
     if rule.name == "shampoo" and _in_half(gpu, group):
         given = group["relative_epsilon"]
-        side = _HALF_SIDE if given is not None and given >= SINGLE_EPSILON else _SPLIT_SIDE
-        return GPUS["h200"].bf16 / gpu.bf16 * side * sides + _HALF_CALL * calls
+        side = HALF_SIDE if given is not None and given >= SINGLE_EPSILON else SPLIT_SIDE
+        return GPUS["h200"].bf16 / gpu.bf16 * side * sides + HALF_CALL * calls
     if rule.name == "soap" and _in_half(gpu, group):
-        return GPUS["h200"].bf16 / gpu.bf16 * _BASIS_SIDE * sides + _BASIS_CALL * calls
+        return GPUS["h200"].bf16 / gpu.bf16 * BASIS_SIDE * sides + BASIS_CALL * calls
     slower = GPUS["h200"].tf32 / (gpu.fp32 if group["matmul_precision"] == "highest" else gpu.tf32)
-    return slower * _REFRESH_SIDE[rule.name] * sides + _REFRESH_CALL[rule.name] * calls
+    return slower * REFRESH_SIDE[rule.name] * sides + REFRESH_CALL[rule.name] * calls
