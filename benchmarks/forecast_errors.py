@@ -1,6 +1,10 @@
 """What `hf-emopt plan` predicts for every step that is stored in `benchmarks/results`, beside what was measured.
 
     python benchmarks/forecast_errors.py
+    python benchmarks/forecast_errors.py --write
+
+The first prints every step. The second writes them to `benchmarks/results/forecast_errors.md`, and a row for each case and
+optimizer between the two marks in `docs/planning.md`.
 
 The constants of the model are fitted on the steps marked so; the others are predictions. Steps that were measured with code
 that has since been replaced are marked too: the model is of the code as it is.
@@ -36,6 +40,9 @@ from hf_emopt.linalg.triton.configs import TABLE_VARIABLE
 from hf_emopt.matrix_optimizer import MatrixOptimizer
 
 RESULTS = Path(__file__).parent / "results"
+LONG = RESULTS / "forecast_errors.md"
+PAGE = Path(__file__).parents[1] / "docs" / "planning.md"
+MARKS = ("<!-- by benchmarks/forecast_errors.py --write -->", "<!-- end -->")
 TWO = Machine(GPUS["h200"], NETWORKS["nvlink"])
 KRONECKER: dict[str, Any] = {"precondition_frequency": 10, "max_preconditioner_dim": 2048, "matmul_precision": "tf32"}
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -107,8 +114,8 @@ OLDER_COMMITS = ("be0df71", "0e9c519")
 """Before the elementwise passes over runs and the kernels' tables."""
 SLOW_HOST = "591b0b4"
 """Before the host's share of Muon's step was cut and Shampoo's refresh took half of its products."""
-NOT_RECORDED = "fc7c774"
-"""The last commit that launched the kernels of Shampoo's roots one by one."""
+NOT_RECORDED = ("4b21a19", "fc7c774")
+"""Steps on several GPUs that launched the kernels of Shampoo's roots one by one."""
 ONE_BY_ONE = ("c495b4f", "1946bf8", "4b21a19")
 """When the host asked of one tensor after another what is asked of all at once since."""
 ONE_STREAM = ("d44b7ef", "fc7c774", "4052951")
@@ -122,15 +129,24 @@ class Point:
     """One measured step, milliseconds: the median, or the mean where steps differ by schedule.
 
     Attributes:
+        commit: of the code that was measured, in short.
+        optim: its name, ``precision`` that of a rule's factors: ``"tf32"`` or ``"fp16"``, or empty.
         role: ``"fitted"``, ``"predicted"`` or ``"older code"``.
     """
 
     file: str
+    commit: str
     what: str
     optim: str
     role: str
     measured: float
     predicted: float
+    precision: str = ""
+
+    @property
+    def name(self) -> str:
+        """The optimizer, with the precision of its factors."""
+        return f"{self.optim}, {self.precision}" if self.precision else self.optim
 
     @property
     def ratio(self) -> float:
@@ -221,13 +237,15 @@ def whole_steps(path: Path) -> Iterator[Point]:
         scheduled = optim in ("soap", "shampoo", "kl_shampoo")
         measured = row["optimizer_mean" if scheduled else "optimizer"]
         what = f"{about['model']}, {about['layout']}, {world} GPUs"
-        yield Point(path.stem, what, optim, role(path.stem, commit, optim), measured, 1e3 * made.seconds)
+        kind, precision = role(path.stem, commit, optim), options.get("matmul_precision", "")
+        yield Point(path.stem, commit[:7], what, optim, kind, measured, 1e3 * made.seconds, precision)
     adamw = [r for r in content["rows"] if r["optimizer_name"] == "adamw" and "optimizer" in r]
     for row in adamw if made is not None else []:
         kind = role(path.stem, commit, "adamw")
         kind = PREDICTED if kind == OLDER else kind  # torch's own code
         what = f"{about['model']}, {about['layout']}, {world} GPUs"
-        yield Point(path.stem, what, "adamw", kind, row["optimizer"], 1e3 * made.adamw.seconds)  # type: ignore[union-attr]
+        predicted = 1e3 * made.adamw.seconds  # type: ignore[union-attr]
+        yield Point(path.stem, commit[:7], what, "adamw", kind, row["optimizer"], predicted)
 
 
 def slices(path: Path) -> Iterator[Point]:
@@ -248,7 +266,8 @@ def slices(path: Path) -> Iterator[Point]:
         what = f"2 x {rows} x {columns} cut along the {row['cut']} side, {row['asked']}"
         commit = str(content["about"]["commit"])
         name = row["optimizer"].lower()
-        yield Point(path.stem, what, name, role(path.stem, commit, name), row["median_ms"], 1e3 * made.seconds)
+        kind = role(path.stem, commit, name)
+        yield Point(path.stem, commit[:7], what, name, kind, row["median_ms"], 1e3 * made.seconds)
 
 
 def periods(path: Path) -> Iterator[Point]:
@@ -257,7 +276,7 @@ def periods(path: Path) -> Iterator[Point]:
     settings = content["settings"]
     if settings["device"] != "cuda":
         return
-    hidden, commit = int(settings["hidden"]), content["commit"]
+    hidden, commit = int(settings["hidden"]), str(content["commit"])
     model = llama(
         vocab_size=1024, hidden_size=hidden, intermediate_size=int(hidden * 2.75), num_hidden_layers=4,
         num_attention_heads=hidden // 64, tie_word_embeddings=True,
@@ -267,14 +286,16 @@ def periods(path: Path) -> Iterator[Point]:
         what = f"4 layers of hidden {hidden}, 1 GPU" + (f", {row['refresh']}" if row["refresh"] else "")
         if optim == "adamw":
             made = forecast(hf_emopt.Muon(model), Layout("ddp", 1), TWO)
-            yield Point(path.stem, what, optim, PREDICTED, row["median"], 1e3 * made.adamw.seconds)
+            predicted = 1e3 * made.adamw.seconds
+            yield Point(path.stem, commit[:7], what, optim, PREDICTED, row["median"], predicted)
             continue
         cls, options = OPTIMIZERS[optim]
         if row["refresh"]:
             options = {**options, "refresh": row["refresh"], "matmul_precision": settings["precision"]}
         optimizer: MatrixOptimizer = cls(model, **options)
         made = forecast(optimizer, Layout("ddp", 1), TWO)
-        yield Point(path.stem, what, optim, role(path.stem, commit, optim), row["mean"], 1e3 * made.seconds)
+        kind, precision = role(path.stem, commit, optim), options.get("matmul_precision", "")
+        yield Point(path.stem, commit[:7], what, optim, kind, row["mean"], 1e3 * made.seconds, precision)
 
 
 def points() -> list[Point]:
@@ -306,6 +327,7 @@ def kernels(card: str) -> list[Point]:
 
 def _orthogonalizations(path: Path, gpu: Gpu) -> Iterator[Point]:
     content = json.loads(path.read_text())
+    commit = str(content.get("commit") or "")
     group = {"ns_steps": 5, "ns_coefficients": "jordan", "ns_dtype": None, "compat": None, "eps": None}
     for row in content["rows"]:
         batch, m, n = row["shape"]
@@ -317,21 +339,61 @@ def _orthogonalizations(path: Path, gpu: Gpu) -> Iterator[Point]:
         predicted = products + normalize
         kind = FITTED if path.stem == "kernels_h200" and 1e-3 * measured > EFFICIENCY.boost_seconds else PREDICTED
         what = f"{batch} x {m} x {n}" + (", on clusters" if path.stem in PRESENT_KERNELS else "")
-        yield Point(path.stem, what, "newton_schulz", kind, measured, 1e3 * predicted)
+        yield Point(path.stem, commit[:7], what, "newton_schulz", kind, measured, 1e3 * predicted)
 
 
 def table(found: list[Point]) -> str:
-    """As Markdown."""
-    lines = ["| step | optimizer | | measured ms | predicted ms | ratio |", "|---|---|---|---|---|---|"]
+    """Every step, as Markdown."""
+    lines = [
+        "| file | commit | step | optimizer | | measured ms | predicted ms | ratio |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
     for p in found:
-        lines.append(f"| {p.what} | {p.optim} | {p.role} | {p.measured:.2f} | {p.predicted:.2f} | {p.ratio:.2f} |")
+        cells = (p.file, p.commit, p.what, p.name, p.role, f"{p.measured:.2f}", f"{p.predicted:.2f}", f"{p.ratio:.2f}")
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
+def summary(found: list[Point]) -> str:
+    """A row for each case and optimizer, as Markdown: how many steps have a role, and their smallest and largest ratio."""
+    cases: dict[tuple[str, str], dict[str, list[float]]] = {}
+    for p in found:
+        cases.setdefault((p.what, p.name), {}).setdefault(p.role, []).append(p.ratio)
+    roles = (FITTED, PREDICTED, OLDER)
+    lines = [f"| step | optimizer | {' | '.join(roles)} |", "|---|---|---|---|---|"]
+    places = list(dict.fromkeys(what for what, _ in cases))
+    for (what, name), by_role in sorted(cases.items(), key=lambda case: (places.index(case[0][0]), case[0][1])):
+        lines.append(f"| {what} | {name} | {' | '.join(_spread(by_role.get(r, [])) for r in roles)} |")
+    return "\n".join(lines)
+
+
+def _spread(ratios: list[float]) -> str:
+    if not ratios:
+        return ""
+    low, high = f"{min(ratios):.2f}", f"{max(ratios):.2f}"
+    return f"{len(ratios)}: {low}" + (f" to {high}" if high != low else "")
+
+
+def write(steps: list[Point], single: list[Point]) -> None:
+    """All of them to a file of their own, and their summary into the page."""
+    head = (
+        "# Predicted steps beside measured ones\n\nBy `python benchmarks/forecast_errors.py --write`; columns and roles"
+    )
+    LONG.write_text(f"{head} are explained in docs/planning.md.\n\n{table(steps)}\n\n{table(single)}\n")
+    before, rest = PAGE.read_text().split(MARKS[0])
+    after = rest.split(MARKS[1])[1]
+    PAGE.write_text(f"{before}{MARKS[0]}\n\n{summary(steps + single)}\n\n{MARKS[1]}{after}")
+
+
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    print(table(points()))
-    print("\n" + table(kernels("h200")))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="write both tables instead of printing the long one")
+    options = parser.parse_args()
+    steps, single = points(), kernels("h200")
+    if options.write:
+        write(steps, single)
+    else:
+        print(f"{table(steps)}\n\n{table(single)}")
 
 
 if __name__ == "__main__":
