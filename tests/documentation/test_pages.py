@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -39,3 +40,23 @@ def test_bytes_a_parameter(label: str, optimizers: list[tuple[type, dict[str, An
             for cell, dtype in zip(line.strip("|").split("|")[1:], ("float32", "bfloat16", "int8")):
                 said = str(estimate(cls(model, state_dtype=dtype, **options, **more)))
                 assert f"({cell.strip()} bytes a parameter)" in said, (cls, dtype, more)
+
+
+def named_in_the_map() -> list[str]:
+    """Modules of the map in docs/design.md, as paths in the package: a line with a folder is of it, and so are the indented
+    ones below."""
+    block = (ROOT / "docs" / "design.md").read_text().split("## Rooms")[1].split("```")[1]
+    folder, found = "", []
+    for line in block.strip("\n").splitlines():
+        head = re.match(r"(?P<folder>[\w/]+/)?(?P<indent>\s*)(?P<names>\w+\.py(  \w+\.py)*)  +\S", line)
+        assert head is not None, f"not a line of the map: {line}"
+        if head["folder"] or not head["indent"]:
+            folder = head["folder"] or ""
+        found += [folder + name for name in head["names"].split()]
+    return found
+
+
+def test_every_module_is_in_the_map() -> None:
+    package = ROOT / "hf_emopt"
+    modules = [p.relative_to(package).as_posix() for p in package.rglob("*.py") if p.name != "__init__.py"]
+    assert sorted(named_in_the_map()) == sorted(modules)
