@@ -73,7 +73,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
         transport_dtype: of matrices on their way between ranks: ``"bfloat16"``, ``"float32"`` or ``"float64"``; ``None`` is
             bfloat16 on accelerators and float32 on the CPU.
         overlap_param_gather: where ranks hold copies of a model (DDP), updates arrive behind the next forward pass. What
-            reads parameters in another way than a forward pass or ``state_dict`` has to call :meth:`synchronize` first.
+            reads or writes parameters in another way than a forward pass or the model's ``state_dict`` and
+            ``load_state_dict`` has to call :meth:`synchronize` first: what was put off comes on top of what it wrote.
         process_group: the ranks that hold copies of plain parameters; ``None`` for all of them, ``"self"`` where each
             process trains a model of its own. Sharded parameters know their ranks.
         tensor_parallel_modules: modes of tensor parallelism for single parameters, ``"pattern:mode"`` with ``;`` between,

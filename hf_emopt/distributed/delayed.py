@@ -40,8 +40,9 @@ class DelayedUpdates:
 
     Hooks sit on the blocks of the model (the members of its ``nn.ModuleList`` s) and finish what a block's parameters wait
     for; on the model itself, for parameters outside of blocks; on every module that has parameters of its own, which may be
-    called by itself; and on every module's ``state_dict``. What reads a parameter's data in another way, or in a compiled
-    graph that was made before the first step, has to call ``synchronize()`` of the optimizer first.
+    called by itself; and on every module's ``state_dict`` and ``load_state_dict``. What reads or writes a parameter's data in
+    another way, or in a compiled graph that was made before the first step, has to call ``synchronize()`` of the optimizer
+    first.
     """
 
     def __init__(self) -> None:
@@ -66,6 +67,8 @@ class DelayedUpdates:
                 self._before(module, own)
         for module in model.modules():
             self._hooks.append(module.register_state_dict_pre_hook(_Finish(self, None)))
+            # Else what is loaded would be changed by what is still to come.
+            self._hooks.append(module.register_load_state_dict_pre_hook(_Finish(self, None)))
 
     def _before(self, module: nn.Module, parameters: frozenset[int]) -> None:
         self._hooks.append(module.register_forward_pre_hook(_Finish(self, parameters)))

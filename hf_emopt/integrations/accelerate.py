@@ -61,7 +61,7 @@ class EmoptPlugin(KwargsHandler):
         transport_dtype: ``"bfloat16"``, ``"float32"`` or ``"float64"``: dtype of matrices on their way between ranks.
             Default: bfloat16 on accelerators, float32 on CPU.
         overlap_param_gather: under DistributedDataParallel, let the last gather of updated parameters run during the next
-            forward pass. Code that reads parameters between ``step()`` and a forward pass must then call
+            forward pass. Code that reads or writes parameters between ``step()`` and a forward pass must then call
             ``optimizer.synchronize()`` first. Default: false.
         optim_args: the optimizer's other keyword arguments, ``"ns_steps=6, betas=0.9:0.95"`` or a mapping.
 

@@ -77,8 +77,9 @@ class Muon(MatrixOptimizer):
         allow_no_matrices: accept a model without a single matrix.
         skip_nonfinite: leave everything untouched in a step with a NaN or an infinity in a gradient.
         transport_dtype: of matrices on their way between ranks; ``None`` is bfloat16 on accelerators, float32 on the CPU.
-        overlap_param_gather: under DDP, let updates arrive behind the next forward pass; code that reads parameters other
-            than by a forward pass or ``state_dict`` has to call :meth:`synchronize` first. Needs the model as ``params``.
+        overlap_param_gather: under DDP, let updates arrive behind the next forward pass; code that reads or writes
+            parameters other than by a forward pass or the model's ``state_dict`` and ``load_state_dict`` has to call
+            :meth:`synchronize` first. Needs the model as ``params``.
         process_group: the ranks that hold copies of the parameters; ``None`` for all, ``"self"`` where each process trains a
             model of its own. DTensors (FSDP2, HSDP) know their ranks.
         tensor_parallel: what is done with matrices that tensor parallelism cuts: ``"layerwise"`` (whole matrices go to

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,10 +12,16 @@ import torch
 import torch.distributed as dist
 from harness import World
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import set_model_state_dict
 from torch.nn.parallel import DistributedDataParallel
 from zoo import assert_close, weights
 
 import hf_emopt
+
+LOADERS: dict[str, Callable[[nn.Module, dict[str, Tensor]], Any]] = {
+    "model": lambda model, weights: model.load_state_dict(weights),
+    "torch": set_model_state_dict,
+}
 
 
 class Net(nn.Module):
@@ -85,6 +92,28 @@ def groups_used(overlap: bool) -> tuple[bool, int]:
 def test_what_is_put_off_has_a_process_group_of_its_own(two: World, overlap: bool) -> None:
     """DDP sends buffers around before a forward pass, in the default group, where they would wait for all that is put off."""
     assert two.run(groups_used, overlap=overlap) == [(not overlap, 1)] * 2
+
+
+def loaded_between_steps() -> None:
+    for load in LOADERS.values():
+        model = Net()
+        optimizer = hf_emopt.Muon(model, lr=0.05, overlap_param_gather=True)
+        wrapped = DistributedDataParallel(model)
+        best = {name: value.clone() for name, value in model.state_dict().items()}
+        wrapped(torch.zeros(1, 2, dtype=torch.int64)).square().mean().backward()
+        optimizer.step()
+        assert len(optimizer._delayed)
+        load(model, best)
+        with torch.no_grad():
+            wrapped(torch.zeros(1, 2, dtype=torch.int64))
+        optimizer.synchronize()
+        for name, value in best.items():
+            assert torch.equal(model.state_dict()[name], value), name
+
+
+def test_weights_that_are_loaded_stay_as_they_are(two: World) -> None:
+    """What was put off must not come on top of the best model, which a trainer loads after the last step."""
+    two.run(loaded_between_steps)
 
 
 def many_buckets() -> dict[str, Any]:
