@@ -25,11 +25,7 @@ from hf_emopt.distributed.agreement import (
 )
 from hf_emopt.distributed.assignment import make_plan
 from hf_emopt.distributed.exchange import Arrival, Exchange
-from hf_emopt.distributed.layout import (
-    Grid,
-    Partition,
-    is_sharded,
-)
+from hf_emopt.distributed.layout import Grid, Partition, local_tensor
 from hf_emopt.distributed.plan import Batch, Bucket, Plan, PlannedParameter, Segment
 from hf_emopt.distributed.process_groups import group_of, open_groups
 from hf_emopt.distributed.slots import Matrix, matrix_of, plan_slots
@@ -142,8 +138,8 @@ class Engine:
         handles: dict[int, Any] = {}
         for name, param in self._named():
             grid = self.grids[name]
-            if not is_sharded(param) and grid.replica_group is not None:
-                by_group[id(grid.replica_group)].append((name, param))
+            if grid.replica_group is not None:
+                by_group[id(grid.replica_group)].append((name, local_tensor(param)))
                 handles[id(grid.replica_group)] = grid.replica_group
         for key, named in by_group.items():
             verify_replicas(named, handles[key])

@@ -20,7 +20,7 @@ from harness import World, Worlds
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from transformers import LlamaConfig, LlamaForCausalLM
 from zoo import RULES, Optimizer, assert_close, backward, build, full, shard, single, train, weights, wrap, zoo
 
@@ -356,19 +356,31 @@ def test_ranks_that_train_different_parameters_are_told(two: World, layout: str)
     two.run(different_models, layout=layout)
 
 
-def not_replicas() -> None:
-    """Plain models that nobody keeps equal: seeds differ by rank, and there is no DistributedDataParallel."""
-    model = zoo()
+def not_replicas(kind: str) -> None:
+    """Models that nobody keeps equal: seeds differ by rank, and nothing broadcasts."""
+    model, size = zoo(), dist.get_world_size()
+    weight = model.blocks["square"].a.weight
     with torch.no_grad():
-        model.blocks["square"].a.weight.add_(dist.get_rank())
+        if kind == "of one norm":
+            weight.copy_(weight.roll(dist.get_rank(), dims=0))
+        else:
+            weight.add_(dist.get_rank() // 2 if kind == "hsdp" else dist.get_rank())
+    if kind == "hsdp":  # alike within a replica
+        shard(model, init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("replicate", "shard")))
+    elif kind == "dtensor":
+        mesh = init_device_mesh("cpu", (size,))
+        as_it_is = DTensor.from_local(weight.detach(), mesh, [Replicate()], run_check=False)
+        model.blocks["square"].a.weight = nn.Parameter(as_it_is)
     optimizer = build(model, "muon")
-    backward(model, 0)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
     with pytest.raises(RuntimeError, match=r"square\.a\.weight"):
         optimizer.step()
 
 
-def test_weights_that_are_not_replicas_are_refused(two: World) -> None:
-    two.run(not_replicas)
+@pytest.mark.parametrize(("kind", "size"), [("plain", 2), ("of one norm", 2), ("dtensor", 2), ("hsdp", 4)])
+def test_weights_that_are_not_replicas_are_refused(worlds: Worlds, kind: str, size: int) -> None:
+    worlds[size].run(not_replicas, kind=kind)
 
 
 def alone() -> dict[str, Tensor]:
