@@ -122,7 +122,7 @@ class GroupBuilder:
         The matrix group comes first because trainers log the learning rate of the first group.
 
         Raises:
-            TypeError: when ``params`` is none of the accepted forms.
+            TypeError: when ``params`` is none of the accepted forms, or is a set.
             ValueError: when it is empty, or a tensor cannot be routed without its module.
         """
         if isinstance(params, nn.Module):
@@ -133,7 +133,7 @@ class GroupBuilder:
             return self._by_route(table, named), table
         if isinstance(params, Tensor):
             raise TypeError("params is a single tensor; pass a list of parameters, named parameters, or the model")
-        items = list(params)
+        items = _in_order(params)
         if not items:
             raise ValueError("params is empty; pass the model, its named_parameters(), or parameter groups")
         if any(v for v in self.overrides.values()):
@@ -162,7 +162,7 @@ class GroupBuilder:
         group = {k: str(v).removeprefix("torch.") if isinstance(v, torch.dtype) else v for k, v in group.items()}
         self._check_keys(group)
         params = group.pop("params")
-        members = [params] if isinstance(params, Tensor) else list(params)
+        members = [params] if isinstance(params, Tensor) else _in_order(params)
         names = group.pop("param_names", None)
         if names is not None:
             members = list(zip(names, members, strict=True))
@@ -264,6 +264,16 @@ class GroupBuilder:
         if any(r.adapter is not None for r in routes):
             group["adapters"] = [pack_adapter(r.adapter) for r in routes]
         return group
+
+
+def _in_order(params: Iterable[Any]) -> list[Any]:
+    """The members, of what has them in an order: without names, that says which parameters of two ranks are one."""
+    if isinstance(params, set | frozenset):
+        raise TypeError(
+            "params is a set, whose order is another in every process and run, and the order of parameters says which of "
+            "another rank or of a checkpoint is the same; pass a list of them, their names too, or the model"
+        )
+    return list(params)
 
 
 def _check_distinct(pairs: list[tuple[str, Tensor]]) -> None:

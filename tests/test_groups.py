@@ -123,6 +123,8 @@ def test_frozen_parameters_are_left_out() -> None:
         ([], ValueError, "params is empty"),
         (nn.Parameter(torch.zeros(2, 2)), TypeError, "single tensor"),
         ([nn.Parameter(torch.zeros(2, 2)), "x"], TypeError, "found str"),
+        ({nn.Parameter(torch.zeros(2, 2))}, TypeError, "pass a list"),
+        ([{"params": frozenset([nn.Parameter(torch.zeros(2, 2))])}], TypeError, "pass a list"),
         ([{"params": [nn.Parameter(torch.zeros(2))], "kind": "matrix"}], ValueError, "two dimensions"),
         ([{"params": [nn.Parameter(torch.zeros(2, 2))], "kind": "muon"}], ValueError, "'matrix' or 'aux'"),
         ([("a", nn.Parameter(torch.zeros(2, 2))), ("a", nn.Parameter(torch.zeros(2, 2)))], ValueError, "same name"),

@@ -43,6 +43,8 @@ class Muon(MatrixOptimizer):
     Args:
         params: the model (best: fused, transposed and stacked weights are recognised by module type); an iterable of
             ``(name, parameter)``; an iterable of parameters; or groups of these with their own hyperparameters.
+            Parameters without names must come in the same order on all ranks: shards of two parameters of one shape do not
+            say which they are of.
         lr: learning rate; of a tensor each group has a copy. With the default ``adjust_lr_fn`` it means what it means for
             AdamW.
         weight_decay: decoupled, ``W *= 1 - lr * weight_decay`` by the base learning rate; none on norms and biases when a
