@@ -98,7 +98,7 @@ def emitted(optimizer: MatrixOptimizer, plain_state_dict: Callable[[], dict[str,
     engine, whole = optimizer._engine, optimizer._consolidated
     unready = whole is None and not optimizer._only_initialized
     # Asked of the plan as it is: to plan anew is a collective, and this may be one rank alone.
-    if engine is None or not (unready and engine.has_owned_state):
+    if engine is None or not ((unready or whole is not None) and engine.has_owned_state):
         engine = optimizer._current_engine()
     engine.settle()
     if engine.has_owned_state and whole is None:

@@ -192,6 +192,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
             super().add_param_group(group)
         self._routes.extend(routes)
         self._planned_for = ()
+        self._consolidated = None  # which knows nothing of the new parameters
 
     def refresh_parameters(self, model: nn.Module | None = None) -> tuple[list[str], list[str]]:
         """Follows a model to which adapters were added, or from which they were deleted, since the optimizer was built.
@@ -404,7 +405,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def consolidate_state_dict(self, to: int | None = 0) -> None:
         """Collective: brings the state that lies with owners to one rank, whose :meth:`state_dict` is then whole.
 
-        Good until the next step. Where nothing lies with owners (one process, FSDP2) it does nothing.
+        Good until the next step or :meth:`add_param_group`. Where nothing lies with owners (one process, FSDP2) it does
+        nothing.
 
         Args:
             to: global rank; ``None`` for all, as ``torch.distributed.checkpoint`` needs it.
@@ -420,7 +422,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
         ranks that :meth:`consolidate_state_dict` did not bring the state to, groups alone.
 
         Raises:
-            RuntimeError: when state lies with owners and :meth:`consolidate_state_dict` was not called since the last step.
+            RuntimeError: when state lies with owners and :meth:`consolidate_state_dict` was not called since the last step
+                or the last group that was added.
         """
         self.synchronize()
         # Of those that others registered: torch would call them on what it makes, of which state is taken from here.

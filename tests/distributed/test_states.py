@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from adapters_zoo import MODES, adapters_zoo
 from harness import World
 from late_copies import two_streams
@@ -205,3 +206,30 @@ def test_columns_are_refused(two: World) -> None:
     for message in two.run(cut_by_columns):
         assert "use state_dtype='bfloat16'" in message
         assert "m0.weight" in message
+
+
+def grown_after_consolidating(change: str) -> None:
+    """What rank 0 does alone, as a checkpoint has it, must not wait for the others."""
+    model = wrap(zoo(), "ddp")
+    optimizer = build(model, "muon")
+    train(model, optimizer, 1)
+    optimizer.consolidate_state_dict(to=0)
+    if change == "group":
+        optimizer.add_param_group({"params": [("late", nn.Parameter(torch.ones(4, 4)))], "kind": "matrix"})
+    else:
+        optimizer._planned_for = ()  # as parameters that were replaced leave it
+    if dist.get_rank() == 0:
+        if change == "group":
+            with pytest.raises(RuntimeError, match="consolidate_state_dict"):
+                optimizer.state_dict()
+        else:
+            assert len(optimizer.state_dict()["state"]) == sum(len(g["params"]) for g in optimizer.param_groups)
+    dist.barrier()
+    if change == "group":
+        optimizer.consolidate_state_dict(to=0)
+        assert optimizer.state_dict()["param_groups"][-1]["param_names"] == ["late"]
+
+
+@pytest.mark.parametrize("change", ["group", "parameters"])
+def test_a_rank_that_saves_alone_does_not_plan_anew(two: World, change: str) -> None:
+    two.run(grown_after_consolidating, change=change)
