@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -51,12 +51,24 @@ def only_initializes(optimizer: MatrixOptimizer, engine: Engine) -> bool:
     return not moving
 
 
-def consolidate(optimizer: MatrixOptimizer, to: int | None) -> dict[str, dict[str, Any]] | None:
-    """Whole state by name on rank ``to`` (or on all), and nothing on others; ``None`` where no state lies with owners."""
+def consolidate(optimizer: MatrixOptimizer, to: int | Literal["first"] | None) -> dict[str, dict[str, Any]] | None:
+    """Whole state by name on rank ``to`` (or on all), and nothing on others; ``None`` where no state lies with owners.
+
+    Raises:
+        ValueError: on all ranks, when ``to`` has no part in it: the state would be nowhere.
+    """
     engine = optimizer._current_engine()
     if not engine.has_owned_state:
         return None
     engine.prepare()
+    members = dist.get_process_group_ranks(engine.council.group)
+    if to == "first":
+        to = members[0]
+    if to is not None and to not in members:
+        raise ValueError(
+            f"to={to} is none of the ranks {members} that share this optimizer's parameters, so nobody would have the state: "
+            "leave it out for the first of them, or pass one of them, by its rank in the job, or None for all"
+        )
     engine.settle()
     return gathered(engine, keep=to is None or dist.get_rank() == to)
 

@@ -8,7 +8,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -402,14 +402,18 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     # ------------------------------------------------------------------ checkpoints
 
-    def consolidate_state_dict(self, to: int | None = 0) -> None:
+    def consolidate_state_dict(self, to: int | Literal["first"] | None = "first") -> None:
         """Collective: brings the state that lies with owners to one rank, whose :meth:`state_dict` is then whole.
 
         Good until the next step or :meth:`add_param_group`. Where nothing lies with owners (one process, FSDP2) it does
         nothing.
 
         Args:
-            to: global rank; ``None`` for all, as ``torch.distributed.checkpoint`` needs it.
+            to: global rank; ``"first"`` is rank 0, or the first one of a ``process_group`` without it; ``None`` for all, as
+                ``torch.distributed.checkpoint`` needs it.
+
+        Raises:
+            ValueError: on all ranks, when ``to`` is not among those that share the parameters.
         """
         self.synchronize()
         if self._flattened is None:  # else a checkpoint has a file for each rank

@@ -58,10 +58,13 @@ def synchronize(optimizer: Any) -> None:
 
 
 def consolidate(optimizer: Any) -> None:
-    """Makes ``state_dict()`` whole on rank 0; without effect on an optimizer that is not ours. All ranks must call."""
+    """Makes ``state_dict()`` whole on rank 0, or the first of the optimizer's; without effect on one that is not ours.
+
+    All ranks must call.
+    """
     ours = unwrap_optimizer(optimizer)
     if ours is not None:
-        ours.consolidate_state_dict(to=0)
+        ours.consolidate_state_dict()
 
 
 def hook_trainer() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from adapters_zoo import MODES, adapters_zoo
-from harness import World
+from harness import World, Worlds
 from late_copies import two_streams
 from test_parity import digest
 from torch import nn
@@ -233,3 +233,27 @@ def grown_after_consolidating(change: str) -> None:
 @pytest.mark.parametrize("change", ["group", "parameters"])
 def test_a_rank_that_saves_alone_does_not_plan_anew(two: World, change: str) -> None:
     two.run(grown_after_consolidating, change=change)
+
+
+def of_two_groups() -> int:
+    """Each pair of ranks trains a model of its own; the second pair has no rank 0."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    group = pairs[dist.get_rank() // 2]
+    optimizer = build(zoo(), "muon", process_group=group)
+    for parameter in (p for g in optimizer.param_groups for p in g["params"]):
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    optimizer.consolidate_state_dict()
+    saved = len(optimizer.state_dict()["state"])
+    if dist.get_rank() >= 2:
+        with pytest.raises(ValueError, match=r"ranks \[2, 3\]"):
+            optimizer.consolidate_state_dict(to=0)
+        optimizer.consolidate_state_dict(to=3)
+        assert bool(optimizer.state_dict()["state"]) == (dist.get_rank() == 3)
+    return saved
+
+
+def test_state_comes_to_the_first_rank_of_a_group(worlds: Worlds) -> None:
+    saved = worlds[4].run(of_two_groups)
+    assert saved[0] == saved[2] > 0
+    assert saved[1] == saved[3] == 0
