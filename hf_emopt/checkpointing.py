@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from hf_emopt.consolidation import fresh, gathered, keep_owned, materialize, sharded_unit_state
+from hf_emopt.consolidation import fresh, gathered, has_unit_state, keep_owned, materialize, sharded_unit_state
 from hf_emopt.distributed.agreement import control_device
 from hf_emopt.distributed.layout import local_gradient
 from hf_emopt.from_adamw import from_adamw, is_adamw
@@ -124,9 +124,11 @@ def emitted(optimizer: MatrixOptimizer, plain_state_dict: Callable[[], dict[str,
         engine.prepare()
         whole = {**fresh(engine), **sharded_unit_state(engine)}
     if whole is None:
-        engine.prepare()
         materialize(engine)
-        whole = sharded_unit_state(engine) if engine.scattered else {}
+        whole = {}
+        if engine.scattered and has_unit_state(engine):  # else a rank may ask alone, also right after it has loaded
+            engine.prepare()
+            whole = sharded_unit_state(engine)
     plain = plain_state_dict()
     names = [name for group in optimizer.param_groups for name in group["param_names"]]
     params: list[Tensor] = [param for group in optimizer.param_groups for param in group["params"]]

@@ -25,7 +25,16 @@ from hf_emopt.rules.moments import is_scale
 from hf_emopt.state import is_count, is_shaped
 from hf_emopt.stored import elementwise_state, laid_out, shape_of_entry, unit_state
 
-__all__ = ["as_parameter", "fresh", "gathered", "keep_owned", "materialize", "sharded_unit_state", "whole_unit_state"]
+__all__ = [
+    "as_parameter",
+    "fresh",
+    "gathered",
+    "has_unit_state",
+    "keep_owned",
+    "materialize",
+    "sharded_unit_state",
+    "whole_unit_state",
+]
 
 State = dict[str, Any]
 
@@ -174,6 +183,16 @@ def whole_unit_state(engine: Engine, bucket: Bucket, i: int, use: Callable[[Tens
                 whole[where] = _from_owner(engine, bucket, segment, part, shape, like.dtype, device)
             result[f"{name}.{u}"] = use(whole)
     return result
+
+
+def has_unit_state(engine: Engine) -> bool:
+    """Whether any matrix has state of its own, beside what lies as its parameter does."""
+    return any(
+        _unit_like(engine, unit.shape, engine.groups[bucket.group], engine.parameter(bucket, i))
+        for bucket in engine.plan.buckets
+        for i, parameter in enumerate(bucket.parameters)
+        for unit in parameter.units
+    )
 
 
 def sharded_unit_state(engine: Engine) -> dict[str, State]:

@@ -257,3 +257,19 @@ def test_state_comes_to_the_first_rank_of_a_group(worlds: Worlds) -> None:
     saved = worlds[4].run(of_two_groups)
     assert saved[0] == saved[2] > 0
     assert saved[1] == saved[3] == 0
+
+
+def asked_by_one_rank_after_loading() -> None:
+    model = wrap(zoo(), "fsdp2")
+    optimizer = build(model, "muon")
+    train(model, optimizer, 1)
+    saved = optimizer.state_dict()
+    other = build(wrap(zoo(), "fsdp2"), "muon")
+    other.load_state_dict(saved)
+    if dist.get_rank() == 0:
+        assert other.state_dict()["state"].keys() == saved["state"].keys()
+    dist.barrier()
+
+
+def test_where_nothing_is_gathered_a_rank_may_ask_alone(two: World) -> None:
+    two.run(asked_by_one_rank_after_loading)
