@@ -378,7 +378,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         )
         if whole is not None:
             keep_owned(engine, whole)
-        self._delayed.attach(model)
+        self._delayed.attach(model, (p for params in engine.params for p in params))
         self._early.attach(engine, [route.name for route in self._routes])
         return engine
 

@@ -48,14 +48,23 @@ class DelayedUpdates:
     def __init__(self) -> None:
         self._waiting: deque[tuple[Task, frozenset[int]]] = deque()
         self._hooks: list[Any] = []
+        self._outside: frozenset[int] = frozenset()
 
-    def attach(self, model: nn.Module | None) -> None:
-        """Puts the hooks on a model, in place of those of an earlier call."""
+    def attach(self, model: nn.Module | None, parameters: Iterable[Tensor] = ()) -> None:
+        """Puts the hooks on a model, in place of those of an earlier call.
+
+        Args:
+            parameters: all that updates may change. Those that are not the model's (a loss with weights of its own) are read
+                where no hook is, so nothing that changes them is put off.
+        """
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self._outside = frozenset()
         if model is None:
             return
+        inside = {id(p) for p in model.parameters()}
+        self._outside = frozenset(id(p) for p in parameters) - inside
         blocks = _outer_blocks(model)
         inside = {id(p) for block in blocks for p in block.parameters()}
         for block in blocks:
@@ -74,7 +83,7 @@ class DelayedUpdates:
         self._hooks.append(module.register_forward_pre_hook(_Finish(self, parameters)))
 
     def begin(self, tasks: Iterable[tuple[Task, Iterable[Tensor]]]) -> None:
-        """Runs each task to where it waits for bytes, and leaves it there.
+        """Runs each task to where it waits for bytes, and leaves it there, unless it changes what no hook is on.
 
         Args:
             tasks: with the parameters that each changes.
@@ -82,6 +91,8 @@ class DelayedUpdates:
         for task, params in tasks:
             if next(task, StopIteration) is not StopIteration:
                 self._waiting.append((task, frozenset(id(p) for p in params)))
+        if self._outside:
+            self.finish(self._outside)
 
     @torch.no_grad()
     def finish(self, parameters: frozenset[int] | None = None) -> None:
@@ -104,7 +115,7 @@ class DelayedUpdates:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy waits for nothing; the original must be synchronized first."""
-        return {"_waiting": deque(), "_hooks": []}
+        return {"_waiting": deque(), "_hooks": [], "_outside": frozenset()}
 
 
 @dataclass

@@ -116,6 +116,30 @@ def test_weights_that_are_loaded_stay_as_they_are(two: World) -> None:
     two.run(loaded_between_steps)
 
 
+def with_a_loss_of_its_own(overlap: bool) -> dict[str, Tensor]:
+    model, loss = Net(), nn.Linear(16, 16)
+    optimizer = hf_emopt.Muon(model, lr=0.05, ns_dtype="float32", overlap_param_gather=overlap)
+    optimizer.add_param_group({"params": [("loss.weight", loss.weight)], "kind": "matrix", "name": "loss"})
+    optimizer.add_param_group({"params": [("loss.bias", loss.bias)], "kind": "aux", "name": "loss_aux"})
+    wrapped, wrapped_loss = DistributedDataParallel(model), DistributedDataParallel(loss)
+    for step in range(3):
+        ids = torch.randint(0, 16, (4, 8), generator=torch.Generator().manual_seed(step))
+        wrapped_loss(wrapped(ids)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if overlap:
+            assert len(optimizer._delayed)  # what is the model's is still put off
+    optimizer.synchronize()
+    return {**weights(model), **{f"loss.{name}": value for name, value in weights(loss).items()}}
+
+
+def test_parameters_outside_the_model_are_not_late(two: World) -> None:
+    for late, soon in zip(
+        two.run(with_a_loss_of_its_own, overlap=True), two.run(with_a_loss_of_its_own, overlap=False)
+    ):
+        assert_close(late, soon, 1e-6)
+
+
 def many_buckets() -> dict[str, Any]:
     os.environ["HF_EMOPT_MAX_BUCKET_NUMEL"] = "200"
     try:
