@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from hf_emopt import SOAP, Muon
 from hf_emopt.distributed.assignment import BucketSizes, assign_owners, make_plan
 from hf_emopt.distributed.layout import Storage
-from hf_emopt.distributed.plan import PlannedParameter
+from hf_emopt.distributed.plan import Plan, PlannedParameter
 from hf_emopt.matrix_optimizer import MatrixOptimizer
 from hf_emopt.planned import planned_sizes
 from hf_emopt.routing.unit import Unit
@@ -36,6 +37,21 @@ def test_the_plan_depends_on_names_shapes_and_costs_only() -> None:
     assert make_plan(members).digest() == make_plan(shuffled).digest()
     assert make_plan(members).digest() != make_plan(members[:-1]).digest()
     assert make_plan(members).digest() != make_plan(parameters(world_size=3)).digest()
+
+
+@pytest.mark.parametrize("local", range(3))
+def test_ranks_plan_alike_what_each_has_with_other_ranks(local: int) -> None:
+    """One of the parameters lies on ranks 0 and 2, and on ranks 1 and 3 in a copy of their own."""
+
+    def plan(mine: tuple[tuple[int, ...], ...]) -> Plan:
+        members = parameters(9, world_size=4)
+        storage = Storage(members[local].storage.shape, members[local].storage.boxes, mine)
+        members[local] = replace(members[local], storage=storage, costs=(10**6,))
+        return make_plan(members)
+
+    even, odd = plan(((0,), (2,))), plan(((1,), (3,)))
+    assert even.digest() == odd.digest()
+    assert sum(even.loads()) == even.cost
 
 
 def test_every_unit_is_planned_exactly_once() -> None:

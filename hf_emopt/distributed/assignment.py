@@ -85,7 +85,7 @@ def make_plan(
     """
     ordered = sorted(parameters, key=_place)
     ranks = sorted({rank for p in parameters for row in p.storage.ranks for rank in row})
-    owned = _Assignment(ranks).segments_of(ordered)
+    owned = _owned(ordered)
     alike: dict[tuple[Any, ...], list[PlannedParameter]] = {}
     for parameter in parameters if forward_order else ordered:
         storage, arrangement = parameter.storage, parameter.arrangement
@@ -101,6 +101,22 @@ def make_plan(
             segments = tuple(replace(s, parameter=i) for i, p in enumerate(chunk) for s in owned[p.name])
             buckets.append(Bucket(chunk[0].group, tuple(chunk), segments, bool(local), bool(keeps)))
     return Plan(tuple(buckets), tuple(ranks) or (0,))
+
+
+def _owned(ordered: Sequence[PlannedParameter]) -> dict[str, list[Segment]]:
+    """Segments by parameter name.
+
+    Loads are carried among parameters of the same ranks alone. Of a parameter that lies on some of the ranks, others have
+    their own copy on other ranks (a layer that FSDP cuts and tensor parallelism does not): loads that came of it would be of
+    other ranks in the plan of each, and so would the owners of what all share.
+    """
+    together: dict[frozenset[int], list[PlannedParameter]] = {}
+    for parameter in ordered:
+        together.setdefault(frozenset(itertools.chain(*parameter.storage.ranks)), []).append(parameter)
+    owned: dict[str, list[Segment]] = {}
+    for ranks, members in together.items():
+        owned |= _Assignment(sorted(ranks)).segments_of(members)
+    return owned
 
 
 def _place(parameter: PlannedParameter) -> tuple[Any, ...]:
@@ -150,7 +166,7 @@ def _even_parts(run: list[list[PlannedParameter]], limit: int) -> list[list[list
 
 
 class _Assignment:
-    """Gives segments to ranks; loads are carried from one set of ranks to the next."""
+    """Gives segments to ranks; loads are carried from one layout over them to the next."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self.loads: dict[int, int] = dict.fromkeys(ranks, 0)

@@ -67,6 +67,29 @@ def test_a_plain_parameter_beside_cut_ones(two: World) -> None:
         assert_close(result["weights"], alone("muon"), 1e-5)
 
 
+def with_some_on_part_of_the_ranks(rule: str, some: tuple[str, ...]) -> dict[str, Any]:
+    """FSDP2 with tensor parallelism whose plan leaves some layers out: they are cut over one dimension of the mesh alone, so
+    that half of the ranks share one copy, and the other half another."""
+    model = matrices(SHAPES)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    distribute(model, mesh, lambda name: None if name.split(".")[-2] in some else (Shard(0), Shard(1)))
+    distribute(model, mesh["dp"], lambda name: (Shard(0),) if name.split(".")[-2] in some else None)
+    optimizer = build(model, rule)
+    for step in range(STEPS):
+        give_gradients(model, step)
+        optimizer.step()
+    return {"weights": weights(model), "transforms": optimizer.transform_count}
+
+
+@pytest.mark.parametrize("rule", ["muon", "soap-staggered", "shampoo"])
+@pytest.mark.parametrize("some", [("m1",), ("m2", "m6")])
+def test_layers_that_tensor_parallelism_leaves_out(worlds: Worlds, some: tuple[str, ...], rule: str) -> None:
+    results = worlds[4].run(with_some_on_part_of_the_ranks, rule=rule, some=some)
+    for result in results:
+        assert_close(result["weights"], alone(rule), 1e-5)
+    assert sum(result["transforms"] for result in results) == (len(SHAPES) + len(some)) * STEPS
+
+
 def planned_anew(kind: str) -> bool:
     model = matrices(SHAPES)
     mesh = init_device_mesh("cpu", (2,))
