@@ -161,7 +161,8 @@ class Flattened:
         for group, parts in zip(self.groups, self._parts):
             group["params"] = parts
         entered = self.groups
-        optimizer.param_groups, optimizer.state, self._open = entered, self.state, True  # type: ignore[assignment]
+        optimizer.param_groups, self._open = entered, True
+        vars(optimizer)["state"] = self.state  # beside the property, for which plans would be made anew
         try:
             yield
         finally:
@@ -170,7 +171,7 @@ class Flattened:
                 group["params"] = params
             # A loaded checkpoint has put other groups in their place.
             optimizer.param_groups = shown if optimizer.param_groups is entered else self.groups
-            optimizer.state = shown_state
+            vars(optimizer)["state"] = shown_state
 
     @contextmanager
     def stepping(self, optimizer: MatrixOptimizer) -> Iterator[frozenset[str]]:
