@@ -31,12 +31,14 @@ from hf_emopt.distributed.process_groups import group_of, open_groups
 from hf_emopt.distributed.slots import Matrix, matrix_of, plan_slots
 from hf_emopt.held_states import HeldStates
 from hf_emopt.hosted import Fetched, InPlace
+from hf_emopt.noise import moment_noise
 from hf_emopt.offload import StateOffload
 from hf_emopt.passes import Gradients, Part
 from hf_emopt.places import compute_device, is_offloaded
 from hf_emopt.planned import plan_of, world_size
 from hf_emopt.rules.background import Beside
 from hf_emopt.rules.base import Group, MatrixRule, state_dtype
+from hf_emopt.rules.moments import is_moment
 from hf_emopt.state import is_shaped
 
 if TYPE_CHECKING:
@@ -361,18 +363,32 @@ class Engine:
         """Finishes what a rule computes in the background, so that ``state`` says all there is to say."""
         self.join()
         for key, storage in self.states.by_batch.items():
-            if not self.rule.in_flight(key):
-                continue
-            index, b = key
-            bucket = self.plan.buckets[index]
-            segment = bucket.owned(self.grid_of_bucket(bucket).position)[self.batches(index, bucket)[b].jobs[0][0]]
-            param = self.parameter(bucket, segment.parameter)
-            device = compute_device(param)
-            args = (device, lambda _: True, state_dtype(param), self.groups[bucket.group])
-            with self.states.lender.lent(("settled", key), [storage], *args) as lent:
-                self.rule.settle(key, lent[0])
+            if self.rule.in_flight(key):
+                self.settle_batch(key, storage)
         if self.offload is not None:
             self.offload.settle()
+
+    def settle_batch(self, key: tuple[int, int], storage: State) -> None:
+        """:meth:`settle` for one batch. Moments are lent only where some are written to, since packed anew they would not
+        be the same: a run must not depend on who asks for its state."""
+        index, b = key
+        bucket = self.plan.buckets[index]
+        grid, group = self.grid_of_bucket(bucket), self.groups[bucket.group]
+        segment = bucket.owned(grid.position)[self.batches(index, bucket)[b].jobs[0][0]]
+        param = self.parameter(bucket, segment.parameter)
+        device, broken = compute_device(param), self.rule.to_mend(key)
+        rows = self.rows(sorted(broken), device) if broken else None
+        with self.states.lender.lent(
+            ("settled", key),
+            [storage],
+            device,
+            lambda name: bool(broken) or not is_moment(name),
+            state_dtype(param),
+            group,
+            noise=moment_noise(index, group, device, grid.shard, 1 + b),
+            rows=rows,
+        ) as lent:
+            self.rule.settle(key, lent[0])
 
     @property
     def has_owned_state(self) -> bool:

@@ -189,6 +189,7 @@ class Lender:
         ok: Tensor | None = None,
         noise: Callable[[], torch.Generator] | None = None,
         here_already: bool = False,
+        rows: Tensor | None = None,
     ) -> AbstractContextManager[list[State]]:
         """States of which the wanted entries are on the device, moments in dtype ``wide``, and may be written to.
 
@@ -204,11 +205,12 @@ class Lender:
             ok: scalar bool on the device; ``False`` keeps moments as they were.
             noise: makes a generator on the device for the rounding of moments.
             here_already: they are copies on the device, brought with their parameters.
+            rows: index on the device, of the matrices whose moments are kept; others stay as they were. ``None`` for all.
         """
         if self.lends_as_kept(group, here_already):
             return nullcontext(list(states))
         offload = None if here_already else self.offload
-        return self._lent(offload, name, states, device, wanted, wide, group, ok, noise)
+        return self._lent(offload, name, states, device, wanted, wide, group, ok, noise, rows)
 
     @contextmanager
     def _lent(
@@ -222,6 +224,7 @@ class Lender:
         group: Group,
         ok: Tensor | None,
         noise: Callable[[], torch.Generator] | None,
+        rows: Tensor | None,
     ) -> Iterator[list[State]]:
         packed = group["state_dtype"] != "float32"
         here = [{k: v for k, v in s.items() if wanted(k) and moves(k)} for s in states]
@@ -239,7 +242,7 @@ class Lender:
             if packed:
                 generator = noise() if noise is not None else None
                 for h, s in zip(here, lent):
-                    update_packed(h, s, ok, generator)
+                    update_packed(h, s, ok, generator, rows)
         finally:
             for s in (*lent, *here):  # before what comes next is given their memory
                 s.clear()

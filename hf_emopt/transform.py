@@ -170,7 +170,9 @@ class Transform:
             if x is None:
                 continue
             jobs = self.roster.jobs[b]
-            with self._lent(key, storage, x) as lent:
+            if self.group["state_dtype"] != "float32" and self.engine.rule.to_mend(key):
+                self.engine.settle_batch(key, storage)  # others' moments than this step's, and though it be skipped
+            with self._lent(key, storage, x, whole) as lent:
                 out, scale = self._transformed(x, lent, b, key, whole)
                 if watch is not None:
                     watch.unit_state(self.bucket, self, b, lent[0])
@@ -190,14 +192,19 @@ class Transform:
             self.scales[k] *= self.bucket.parameters[segment.parameter].scale
         return updates  # type: ignore[return-value]
 
-    def _lent(self, key: tuple[int, int], storage: State, x: Tensor) -> AbstractContextManager[list[State]]:
+    def _lent(
+        self, key: tuple[int, int], storage: State, x: Tensor, whole: bool
+    ) -> AbstractContextManager[list[State]]:
         """State of a batch while it is transformed."""
         if self.engine.states.lender.lends_as_kept(self.group):
             return nullcontext([storage])
         noise = moment_noise(self.index, self.group, x.device, self.grid.shard, 1 + key[1])
         ok, wide = self.engine.ok_on(x.device), torch.promote_types(x.dtype, torch.float32)
+        rows = None
+        if not whole and self.group["state_dtype"] != "float32":
+            rows = self.engine.rows(self._rows(self.batches[key[1]]), x.device)
         return self.engine.states.lender.lent(
-            ("units", key), [storage], x.device, lambda name: True, wide, self.group, ok, noise
+            ("units", key), [storage], x.device, lambda name: True, wide, self.group, ok, noise, rows=rows
         )
 
     def _transformed(

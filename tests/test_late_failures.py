@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import hf_emopt
 from hf_emopt.rules import shampoo as shampoo_rule
 from hf_emopt.rules import soap as soap_rule
+from hf_emopt.rules.moments import unpacked
 
 CASES = {
     "soap": (hf_emopt.SOAP, {"basis_method": "orthogonal_iteration"}, "basis"),
@@ -149,6 +150,42 @@ def test_a_checkpoint_in_between_does_not_change_the_run(
         found.append((params, kept(params, optimizer, case[2])))
     assert all(torch.equal(p, q) for p, q in zip(found[0][0], found[1][0]))
     assert all(torch.equal(p, q) for p, q in zip(found[0][1], found[1][1]))
+
+
+@pytest.mark.parametrize("asks", [False, True])
+@pytest.mark.parametrize("then", ["skipped", "absent"])
+def test_moments_in_eight_bits_turn_with_their_basis(then: str, asks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is mended belongs to the last step: it is kept though the next one is skipped, or without that matrix."""
+    pytest.importorskip("bitsandbytes")
+    cls, own, _ = CASES["soap"]
+    options = {**own, "state_dtype": "int8", "refresh": "synchronous", "precondition_frequency": 4}
+    params = [nn.Parameter(torch.full((64, 64), 0.1)) for _ in range(2)]
+    optimizer = cls(params, lr=0.01, **options)
+    optimizer.rule.read_later = frozenset({"cpu"})
+    run(params, optimizer, range(4))
+    fail_once(monkeypatch)
+    run(params, optimizer, range(4, 5))
+
+    def momentum(p: nn.Parameter) -> Tensor:
+        state = unpacked({k.removesuffix(".0"): v for k, v in optimizer.state[p].items()}, torch.float32)
+        left, right = state["basis.0.0"][0], state["basis.0.1"][0]
+        return left @ state["exp_avg.0"][0] @ right.mT
+
+    before, bases = momentum(params[0]), kept(params[:1], optimizer, "basis")
+    other = [v.clone() for v in kept(params[1:], optimizer, "exp_avg")]
+    if asks:
+        optimizer.state_dict()
+    if then == "skipped":
+        for p in params:
+            p.grad = torch.full_like(p, torch.nan)
+        optimizer.step()
+        assert all(torch.equal(a, b) for a, b in zip(other, kept(params[1:], optimizer, "exp_avg")))
+    else:
+        params[0].grad = None
+        params[1].grad = torch.randn(64, 64)
+        optimizer.step()
+    assert not all(torch.equal(a, b) for a, b in zip(bases, kept(params[:1], optimizer, "basis")))
+    assert (momentum(params[0]) - before).norm() < 0.03 * before.norm()
 
 
 def test_a_skipped_step_does_not_keep_it_from_use(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import io
 import math
@@ -142,6 +143,53 @@ def test_a_skipped_step_leaves_all_state_as_it_was(rule: str, state_dtype: str) 
     for state in (*before, *after):
         state.pop("rounds", None)  # the host does not know of it
     assert_same(before, after)
+
+
+@pytest.mark.parametrize("offload", [None, "cpu"])
+@pytest.mark.parametrize("state_dtype", NARROW)
+@pytest.mark.parametrize("rule", ["soap", "shampoo", "klshampoo"])
+def test_without_a_gradient_all_state_stays_to_the_bit(rule: str, state_dtype: str, offload: str | None) -> None:
+    """Of matrices that are transformed together with others; 8-bit codes of codes would lose some each time."""
+    cls, options = OPTIMIZERS[rule]
+    params = [nn.Parameter(torch.randn(64, 64)) for _ in range(3)]
+    optimizer = cls(params, lr=1e-2, state_dtype=state_dtype, offload_state=offload, **options)
+
+    def steps(number: int, among: list[nn.Parameter]) -> None:
+        for _ in range(number):
+            for p in params:
+                p.grad = torch.randn(64, 64) if any(p is q for q in among) else None
+            optimizer.step()
+
+    steps(4, params)
+    before = copy.deepcopy([optimizer.state[p] for p in params])
+    steps(20, [params[0], params[2]])
+    after = [optimizer.state[p] for p in params]
+    assert_same(before[1:2], after[1:2])
+    assert not torch.equal(before[2]["factor.0.0.0"], after[2]["factor.0.0.0"])
+    moment = next(key for key in before[2] if moments.is_moment(key))
+    assert not torch.equal(before[2][moment], after[2][moment])
+
+
+@pytest.mark.parametrize("state_dtype", NARROW)
+@pytest.mark.parametrize("rule", ["soap", "shampoo"])
+def test_asking_for_state_does_not_change_the_run(rule: str, state_dtype: str) -> None:
+    """Refreshes in the background are delivered by it, and moments and torch's own noise are not touched."""
+    found = []
+    for asks in (False, True):
+        torch.manual_seed(0)
+        params = [nn.Parameter(torch.randn(64, 64))]
+        cls, options = OPTIMIZERS[rule]
+        optimizer = cls(params, lr=1e-2, state_dtype=state_dtype, **{**options, "refresh": "async"})
+        for _ in range(8):
+            params[0].grad = torch.randn(64, 64)
+            optimizer.step()
+            if asks:
+                optimizer.state_dict()
+        optimizer.state_dict()
+        found.append((params[0], optimizer.state[params[0]], torch.get_rng_state()))
+    assert torch.equal(found[0][0], found[1][0])
+    assert_same([found[0][1]], [found[1][1]])
+    assert torch.equal(found[0][2], found[1][2])
 
 
 @pytest.mark.parametrize(("state_dtype", "far", "worse"), [("bfloat16", 0.1, 1.05), (*INT8.values, 0.15, 1.1)])

@@ -238,6 +238,10 @@ class MatrixRule(ABC):
     def settle(self, key: tuple[int, int], storage: dict[str, Tensor]) -> None:  # noqa: B027 - most have none
         """Finishes work in the background for the batch ``key`` and writes it to the batch's unit state."""
 
+    def to_mend(self, key: tuple[int, int]) -> frozenset[int]:
+        """Matrices of the batch ``key`` whose moments :meth:`settle` will write to; of all others it writes none."""
+        return frozenset()
+
     def join(self) -> None:  # noqa: B027 - most have nothing
         """Makes the current stream wait for what :meth:`transform` has begun beside it; called before anybody else reads or
         writes unit state, and before the next step."""

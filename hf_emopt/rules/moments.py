@@ -169,7 +169,9 @@ def unpacked(state: State, wide: torch.dtype) -> State:
     return result
 
 
-def update_packed(state: State, wide: State, ok: Tensor | None, generator: torch.Generator | None) -> None:
+def update_packed(
+    state: State, wide: State, ok: Tensor | None, generator: torch.Generator | None, rows: Tensor | None = None
+) -> None:
     """Packs moments that :func:`unpacked` gave out, in place.
 
     Args:
@@ -178,19 +180,30 @@ def update_packed(state: State, wide: State, ok: Tensor | None, generator: torch
         ok: scalar bool on the device: ``False`` leaves what is kept as it is, to the bit. (Rounding to bfloat16 does so
             by itself; codes of codes are not always the same.)
         generator: noise of the rounding to bfloat16; replicas must seed it alike.
+        rows: index on the device, of the matrices that were written to; all others stay as they are, to the bit. ``None``
+            for all.
     """
     for key in [key for key in state if is_moment(key) and not is_scale(key)]:
         name = moment_of(key)
         assert name is not None
+        new = wide[name] if rows is None else wide[name][rows]
         if key != name:
             scale = state[coded_names(name)[1]]
-            codes, scales = _encoded(wide[name], name)
+            codes, scales = _encoded(new, name)
             if ok is not None:
-                codes, scales = torch.where(ok, codes, state[key]), torch.where(ok, scales, scale)
-            state[key].copy_(codes)
-            scale.copy_(scales)
+                codes = torch.where(ok, codes, state[key] if rows is None else state[key][rows])
+                scales = torch.where(ok, scales, scale if rows is None else scale[rows])
+            _put(state[key], codes, rows)
+            _put(scale, scales, rows)
         elif state[key].dtype is torch.bfloat16:
-            state[key].copy_(round_stochastically(wide[name].float(), torch.bfloat16, generator))
+            _put(state[key], round_stochastically(new.float(), torch.bfloat16, generator), rows)
+
+
+def _put(target: Tensor, value: Tensor, rows: Tensor | None) -> None:
+    if rows is None:
+        target.copy_(value)
+    else:
+        target[rows] = value
 
 
 def converted(state: dict[str, Any], state_dtype: str, whole: Sequence[int], wide: torch.dtype) -> dict[str, Any]:

@@ -292,9 +292,7 @@ class RefreshingRule(MatrixRule):
         unread = self._unread.pop(key, None)
         if unread is None:
             return
-        if unread.arrived is not None:
-            unread.arrived.synchronize()  # a step ago: it has
-        flags: list[bool] = unread.flags.tolist()
+        flags = unread.read()
         self.ladder += LadderReport(flags.count(False))
         broken = []
         for side in unread.sides:
@@ -307,6 +305,13 @@ class RefreshingRule(MatrixRule):
             self._beside.wait()  # libraries keep some memory for all streams
             with matmul_precision(unread.options["matmul_precision"]):
                 self.refresh_now(broken, unread.options, False, None)
+
+    def to_mend(self, key: tuple[int, int]) -> frozenset[int]:
+        unread = self._unread.get(key)
+        if unread is None:
+            return frozenset()
+        numbers = [(side.block.count, number) for side in unread.sides for number in side.chosen]
+        return frozenset(number // count for (count, number), failed in zip(numbers, unread.read()) if failed)
 
     def _snapshot(self, alike: Sequence[Side], group: Group, copy: bool) -> Snapshot:
         parts = [self.snapshot(side, group) for side in alike]

@@ -73,3 +73,9 @@ class Unread:
     flags: Tensor
     arrived: torch.cuda.Event | None
     options: Group
+
+    def read(self) -> list[bool]:
+        """The flags, once they are there: asked for a step later, they are."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return self.flags.tolist()  # type: ignore[no-any-return]
