@@ -152,3 +152,10 @@ def test_state_bytes_of_the_default(dtype: torch.dtype) -> None:
 def test_stochastic_rounding_refuses_float16() -> None:
     with pytest.raises(ValueError, match="use 'split'"):
         hf_emopt.Muon([nn.Parameter(torch.zeros(2, 2, dtype=torch.float16))], low_precision_weights="stochastic")
+
+
+def test_stochastic_rounding_never_draws_from_the_trainings_generator() -> None:
+    before = torch.get_rng_state()
+    with pytest.raises(ValueError, match="generator of its own"):
+        store_weights([torch.ones(4, dtype=torch.bfloat16)], [torch.full((4,), 1.001)], [{}], "stochastic")
+    assert torch.equal(torch.get_rng_state(), before)

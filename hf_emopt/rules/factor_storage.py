@@ -88,6 +88,8 @@ def store_factor(
     correlation = factor[..., rows, cols] / _scales(diagonal, rows, cols).clamp_min(torch.finfo(torch.float32).tiny)
     correlation.clamp_(-1.0, 1.0)
     if storage == "int8":
+        if generator is None:
+            raise ValueError("rounding stochastically needs a generator of its own")
         noise = torch.rand(correlation.shape, generator=generator, device=factor.device)
         correlation = (correlation * _LEVELS + noise).floor_()
     value.copy_(correlation)

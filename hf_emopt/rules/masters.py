@@ -169,15 +169,17 @@ def round_stochastically(weight: Tensor, dtype: torch.dtype, generator: torch.Ge
     """float32 to bfloat16, up or down with the probability that makes the expectation exact; what fits stays.
 
     Args:
-        generator: source of the noise; ``None`` is torch's global one.
+        generator: source of the noise. Never torch's global one, which is the training's.
 
     Raises:
-        ValueError: for another dtype than bfloat16.
+        ValueError: for another dtype than bfloat16, and without a generator.
     """
     if dtype is not torch.bfloat16:
         raise ValueError(
             f"low_precision_weights='stochastic' rounds to bfloat16, not to {dtype}; use 'split' for float16 weights"
         )
+    if generator is None:
+        raise ValueError("rounding stochastically needs a generator of its own")
     noise = torch.randint(0, 2**16, weight.shape, dtype=torch.int32, device=weight.device, generator=generator)
     bits = (weight.view(torch.int32) + noise).bitwise_and_(-(2**16))
     # Noise must not carry a finite number into infinity, nor touch one that is not finite.
