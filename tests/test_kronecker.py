@@ -537,6 +537,16 @@ def test_stored_factors_come_back(storage: str) -> None:
     torch.testing.assert_close(back, back.mT, rtol=0, atol=0)
 
 
+def test_a_correlation_of_one_keeps_its_sign_in_eight_bits() -> None:
+    """A factor of rank one has no other; with noise that rounds up to 1 it would be a level that int8 does not have."""
+    diagonal = torch.rand(1024, 1, generator=torch.Generator().manual_seed(0)) + 0.5
+    a = (diagonal @ diagonal.mT)[None]
+    state = init_factor("factor", (1,), 1024, "int8", a)
+    for seed in range(3):
+        store_factor(state, "factor", a, "int8", torch.Generator().manual_seed(seed))
+        assert int(state["factor"].min()) > 0
+
+
 def test_eight_bits_follow_a_slow_average() -> None:
     """Nearest rounding would never leave the first value: each step moves by less than one level."""
     generator = torch.Generator().manual_seed(0)

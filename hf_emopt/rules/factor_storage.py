@@ -91,7 +91,8 @@ def store_factor(
         if generator is None:
             raise ValueError("rounding stochastically needs a generator of its own")
         noise = torch.rand(correlation.shape, generator=generator, device=factor.device)
-        correlation = (correlation * _LEVELS + noise).floor_()
+        # Just below 1, the sum may round up to a level that there is not, which would wrap around.
+        correlation = (correlation * _LEVELS + noise).floor_().clamp_(-_LEVELS, _LEVELS)
     value.copy_(correlation)
     state[f"{key}.diagonal"].copy_(diagonal)
 
