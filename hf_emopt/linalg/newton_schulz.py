@@ -250,7 +250,8 @@ def _normalize_scale_free(x: Tensor, resolved: ResolvedCoefficients, dtype: torc
 def _rescale_rows(y: Tensor, dtype: torch.dtype) -> Tensor:
     # float16 would flush the squared norms of small rows to zero.
     product = gram(y if dtype == torch.float16 else y.to(dtype))
-    row_sum: Tensor = torch.linalg.vector_norm(product, ord=1, dim=-1, keepdim=True, dtype=y.dtype)
+    sums = torch.promote_types(product.dtype, y.dtype)
+    row_sum: Tensor = torch.linalg.vector_norm(product, ord=1, dim=-1, keepdim=True, dtype=sums)
     return y * row_sum.rsqrt().masked_fill(row_sum == 0, 0.0)
 
 

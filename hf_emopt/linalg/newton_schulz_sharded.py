@@ -303,7 +303,8 @@ def _normalize_scale_free(x: Tensor, part: _Slice, resolved: ResolvedCoefficient
     y.div_(part.frobenius_norm(y).clamp_(min=1.0).mul_(resolved.safety_factor))
     if resolved.scaling == "aol":
         product = part.gram(y if dtype == torch.float16 else y.to(dtype))
-        row_sum: Tensor = torch.linalg.vector_norm(product, ord=1, dim=-1, keepdim=True, dtype=y.dtype)
+        sums = torch.promote_types(product.dtype, y.dtype)
+        row_sum: Tensor = torch.linalg.vector_norm(product, ord=1, dim=-1, keepdim=True, dtype=sums)
         y = y * row_sum.rsqrt().masked_fill(row_sum == 0, 0.0)
     return y.to(dtype)
 

@@ -71,6 +71,10 @@ class TestAgainstSVD:
     def test_float64_likewise(self, name: str) -> None:
         x = torch.randn(12, 20, dtype=torch.float64)
         assert relative(newton_schulz(x, None, name, torch.float64), by_svd(x, name, None)) < 1e-12
+        # From float32 on, what is known of the matrix is its normalization in that.
+        result = newton_schulz(x.float(), None, name, torch.float64)
+        assert result.dtype is torch.float64
+        assert relative(result, by_svd(x.float(), name, None)) < 1e-5
 
     @pytest.mark.parametrize("steps", [1, 3, 6])
     def test_number_of_steps(self, steps: int) -> None:

@@ -88,6 +88,9 @@ class TestParity:
                     continue  # refused, see TestRefusals
                 result = torch.cat(sharded(x, dim, 3, steps=None, coefficients=name, dtype=torch.float64), dim)
                 assert relative(result, expected) < 1e-12
+                narrow = torch.cat(sharded(x.float(), dim, 3, steps=None, coefficients=name, dtype=torch.float64), dim)
+                assert narrow.dtype is torch.float64
+                assert relative(narrow, expected) < 1e-4
 
     @pytest.mark.parametrize("normalization", ["clamp", "add"])
     def test_other_normalizations(self, form: str, normalization: Any) -> None:
