@@ -522,6 +522,16 @@ def test_every_dtype_steps(cls, dtype: torch.dtype) -> None:
     assert factor.dtype is torch.promote_types(dtype, torch.float32)
 
 
+@pytest.mark.parametrize("cls", RULES)
+@pytest.mark.parametrize("storage", FACTOR_STORAGE)
+def test_weights_in_float64_step_with_factors_in_every_storage(cls, storage: str) -> None:
+    params, optimizer = make(cls, dtype=torch.float64, factor_storage=storage)
+    run(params, optimizer, range(3))
+    assert all(torch.isfinite(p).all() for p in params)
+    state = optimizer.state[params[0]]
+    assert next(v for k, v in state.items() if k.startswith("exp_avg")).dtype is torch.float64
+
+
 @pytest.mark.parametrize("storage", FACTOR_STORAGE)
 def test_stored_factors_come_back(storage: str) -> None:
     generator = torch.Generator().manual_seed(0)

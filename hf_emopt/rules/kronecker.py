@@ -122,9 +122,9 @@ class KroneckerRule(RefreshingRule):
         return state
 
     def factor(self, block: BlockState, d: int, group: Group) -> Tensor:
-        """The factor of dimension ``d`` as ``(N * count, b_d, b_d)``."""
+        """The factor of dimension ``d`` as ``(N * count, b_d, b_d)``, in the dtype of the mathematics."""
         full = load_factor(block.state, block.key("factor", d), block.sizes[d], group["factor_storage"])
-        return full.view(-1, *full.shape[2:])
+        return full.view(-1, *full.shape[2:]).to(block.state["count"].dtype)
 
     def update_factor(
         self,
