@@ -425,13 +425,11 @@ def test_refreshes_in_float16_leave_no_direction_alone(monkeypatch: pytest.Monke
 def test_a_step_that_is_skipped_leaves_factors_in_every_storage(cls, storage: str) -> None:
     params, optimizer = make(cls, matmul_precision="fp16", factor_storage=storage)
     run(params, optimizer, range(3))
-    # In 8 bits the noise of the rounding is drawn anew, but not of the diagonal.
-    kept = ".diagonal" if storage == "int8" else "factor"
-    state = {(i, k): v.clone() for i, p in enumerate(params) for k, v in optimizer.state[p].items() if kept in k}
+    state = {(i, k): v.clone() for i, p in enumerate(params) for k, v in optimizer.state[p].items() if "factor" in k}
     for p in params:
         p.grad = torch.full_like(p, math.nan)
     optimizer.step()
-    after = {(i, k): v for i, p in enumerate(params) for k, v in optimizer.state[p].items() if kept in k}
+    after = {(i, k): v for i, p in enumerate(params) for k, v in optimizer.state[p].items() if "factor" in k}
     assert state
     assert_equal(list(state.values()), list(after.values()))
 
@@ -557,20 +555,46 @@ def test_a_correlation_of_one_keeps_its_sign_in_eight_bits() -> None:
         assert int(state["factor"].min()) > 0
 
 
-def test_eight_bits_follow_a_slow_average() -> None:
+@pytest.mark.parametrize(
+    ("storage", "beta", "far"), [("int8", 0.995, 0.05), ("bfloat16", 0.9975, 5e-3), ("float16", 0.9998, 1e-3)]
+)
+def test_narrow_correlations_follow_a_slow_average(storage: str, beta: float, far: float) -> None:
     """Nearest rounding would never leave the first value: each step moves by less than one level."""
     generator = torch.Generator().manual_seed(0)
-    old, new = torch.eye(8), torch.eye(8) + 0.5 * (torch.ones(8, 8) - torch.eye(8))
-    state = init_factor("factor", (64, 1), 8, "int8", old)
-    store_factor(state, "factor", old.expand(64, 1, 8, 8), "int8", generator)
+    off = torch.ones(8, 8) - torch.eye(8)
+    # From zero on, where 16 bits have spacings without end, averages stop further up.
+    old, new = torch.eye(8) + (0.0 if storage == "int8" else 0.3) * off, torch.eye(8) + 0.5 * off
+    state = init_factor("factor", (64, 1), 8, storage, old)
+    store_factor(state, "factor", old.expand(64, 1, 8, 8), storage, generator)
     exact = old.clone()
     for _ in range(300):
-        exact = 0.995 * exact + 0.005 * new
-        average = 0.995 * load_factor(state, "factor", 8, "int8") + 0.005 * new
-        store_factor(state, "factor", average, "int8", generator)
-    reached = load_factor(state, "factor", 8, "int8").mean(dim=(0, 1))
-    assert (reached - exact).abs().max() < 0.05
-    assert exact[0, 1] > 0.35
+        exact = beta * exact + (1.0 - beta) * new
+        average = beta * load_factor(state, "factor", 8, storage) + (1.0 - beta) * new
+        store_factor(state, "factor", average, storage, generator)
+    reached = load_factor(state, "factor", 8, storage).mean(dim=(0, 1))
+    assert (reached - exact).abs().max() < far
+    assert exact[0, 1] > old[0, 1] + 5 * far
+
+
+def test_float16_correlations_are_rounded_to_their_neighbours() -> None:
+    """Of all sizes, subnormal numbers among them, and to both in the shares that make the expectation exact."""
+    exact = torch.tensor([1.0, -1.0, 0.0, 0.3, -0.9999, 2**-14 * 1.0003, 1e-5, -3e-7, 2**-24 / 3])
+    entries = torch.diag_embed(torch.zeros(2)).expand(len(exact), 1, 2, 2).clone()
+    entries[:, 0].diagonal(dim1=-2, dim2=-1).fill_(1.0)
+    entries[:, 0, 0, 1] = entries[:, 0, 1, 0] = exact
+    total = torch.zeros(len(exact), dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(400):
+        state = init_factor("factor", (len(exact), 1), 2, "float16", entries)
+        store_factor(state, "factor", entries, "float16", generator)
+        kept = state["factor"].flatten()
+        nearest = exact.half()
+        steps = (kept.view(torch.int16).int() - nearest.view(torch.int16).int()).abs()
+        assert ((steps <= 1) | (kept == 0)).all()
+        assert (kept == nearest)[:3].all()
+        total += kept.double()
+    spacing = (2.0 ** (torch.frexp(exact).exponent.clamp_min(-13) - 11)).double()
+    assert ((total / 400 - exact.double()).abs() < 0.08 * spacing).all()
 
 
 @pytest.mark.parametrize("cls", RULES)

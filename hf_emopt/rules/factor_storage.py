@@ -4,8 +4,9 @@ A factor ``A = E[G G^T]`` is symmetric and positive, so its lower triangle says 
 ``|a_ij| <= sqrt(a_ii a_jj)``. The 8-bit form keeps the diagonal in float32 and the correlations
 ``a_ij / sqrt(a_ii a_jj)``, which lie in [-1, 1] whatever the scale, as int8 (after S. Wang et al., "4-bit Shampoo",
 arXiv:2405.18144, and J. Li et al., "Memory-Efficient 4-bit Preconditioned Stochastic Optimization", arXiv:2412.10663,
-which keep the diagonal wide for the same reason). Rounding is stochastic: a moving average moves by less than one level
-a step, and nearest rounding would never let go of the first value.
+which keep the diagonal wide for the same reason). The 16-bit forms keep the same two. Rounding is stochastic in all three:
+a moving average moves by less than one level a step (in bfloat16 from a decay of 0.99 or so on), and nearest rounding would
+never let go of the first value.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+
+from hf_emopt.rules.masters import round_stochastically
 
 __all__ = ["FACTOR_STORAGE", "FactorStorageName", "bytes_per_element", "init_factor", "load_factor", "store_factor"]
 
@@ -67,12 +70,19 @@ def load_factor(state: dict[str, Tensor], key: str, d: int, storage: str) -> Ten
 
 
 def store_factor(
-    state: dict[str, Tensor], key: str, factor: Tensor, storage: str, generator: torch.Generator | None = None
+    state: dict[str, Tensor],
+    key: str,
+    factor: Tensor,
+    storage: str,
+    generator: torch.Generator | None = None,
+    ok: Tensor | None = None,
 ) -> None:
     """Keeps ``factor`` ``(*lead, d, d)``, the inverse of :func:`load_factor`, in place.
 
     Args:
-        generator: noise of the 8-bit rounding; replicas must seed it alike.
+        generator: noise of the rounding to 16 and 8 bits; replicas must seed it alike.
+        ok: scalar bool on the device: ``False`` leaves what is rounded as it is, to the bit, and is said where ``factor`` is
+            what :func:`load_factor` gave. (The product with the scales and the quotient by them need not be.)
     """
     value, d = state[key], factor.shape[-1]
     if storage == "float32":
@@ -86,15 +96,24 @@ def store_factor(
     diagonal = factor.diagonal(dim1=-2, dim2=-1).clamp_min(0.0)
     rows, cols = _triangle(d, -1, factor.device)
     correlation = factor[..., rows, cols] / _scales(diagonal, rows, cols).clamp_min(torch.finfo(torch.float32).tiny)
-    correlation.clamp_(-1.0, 1.0)
-    if storage == "int8":
-        if generator is None:
-            raise ValueError("rounding stochastically needs a generator of its own")
-        noise = torch.rand(correlation.shape, generator=generator, device=factor.device)
-        # Just below 1, the sum may round up to a level that there is not, which would wrap around.
-        correlation = (correlation * _LEVELS + noise).floor_().clamp_(-_LEVELS, _LEVELS)
-    value.copy_(correlation)
+    rounded = _rounded(correlation.clamp_(-1.0, 1.0), storage, generator)
+    value.copy_(rounded if ok is None else torch.where(ok, rounded, value))
     state[f"{key}.diagonal"].copy_(diagonal)
+
+
+def _rounded(correlation: Tensor, storage: str, generator: torch.Generator | None) -> Tensor:
+    """Up or down, with the probability that makes the expectation exact; in the dtype that is kept."""
+    if generator is None:
+        raise ValueError("rounding stochastically needs a generator of its own")
+    if storage == "bfloat16":
+        return round_stochastically(correlation.float(), torch.bfloat16, generator)
+    noise = torch.rand(correlation.shape, generator=generator, device=correlation.device)
+    if storage == "int8":
+        # Just below 1, the sum may round up to a level that there is not, which would wrap around.
+        return (correlation * _LEVELS + noise).floor_().clamp_(-_LEVELS, _LEVELS).to(torch.int8)
+    # Spacings of float16: 2**-10 of the power of two below a number, and 2**-24 below 2**-14.
+    spacing = torch.exp2(torch.frexp(correlation).exponent.clamp_min(-13) - 11.0)
+    return (correlation / spacing + noise).floor_().mul_(spacing).clamp_(-1.0, 1.0).half()
 
 
 def _scales(diagonal: Tensor, rows: Tensor, cols: Tensor) -> Tensor:

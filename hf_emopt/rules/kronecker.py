@@ -161,11 +161,13 @@ class KroneckerRule(RefreshingRule):
         if storage == "float32":
             return
         generator = None
-        if storage == "int8":  # noise of the round, so that replicas agree and a resumed run repeats it
+        if storage != "packed":  # noise of the round, so that replicas agree and a resumed run repeats it
             seed = clock.rounds[0] * 1_000_003 + 97 * block.index + d
             generator = torch.Generator(factor.device).manual_seed(seed)
         shape = (*block.state[key].shape[:2], *factor.shape[1:])
-        store_factor(block.state, key, factor.view(shape), storage, generator)
+        store_factor(
+            block.state, key, factor.view(shape), storage, generator, gate > 0 if isinstance(gate, Tensor) else None
+        )
 
     @staticmethod
     def in_half(x: Tensor, group: Group) -> bool:
