@@ -111,7 +111,9 @@ def _load(param: Tensor, state: dict[str, Tensor], policy: str) -> Tensor:
     if policy == "split" and param.dtype is torch.bfloat16 and "weight_low_bits" in state:
         return _join(param, state["weight_low_bits"])
     if policy in ("split", "kahan") and "weight_compensation" in state:
-        return param.float() + state["weight_compensation"].float() / _compensation_scale(param)
+        error = state["weight_compensation"].float() / _compensation_scale(param)
+        # Rounding leaves no more than half a spacing: more is of a weight that somebody has replaced.
+        return torch.where(error.abs() <= _half_spacing(param), param.float() + error, param.float())
     return param.float()
 
 
@@ -134,6 +136,14 @@ def _store(
 def _compensation_scale(param: Tensor) -> float:
     """float16 would keep the rounding error of a small weight as a subnormal; 2**11 brings it up to the weight's size."""
     return 2.0**11 if param.dtype is torch.float16 else 1.0
+
+
+def _half_spacing(param: Tensor) -> Tensor:
+    """Half of what lies between each number and the next larger one of its dtype, float32."""
+    info = torch.finfo(param.dtype)
+    exponents = 0x7F80 if param.dtype is torch.bfloat16 else 0x7C00
+    power = (param.view(torch.int16) & exponents).view(param.dtype).float()
+    return power.clamp_min_(info.tiny).mul_(info.eps / 2)
 
 
 def _keep(state: dict[str, Tensor], key: str, value: Tensor) -> None:
