@@ -82,6 +82,7 @@ class Engine:
         offloads: bool = False,
     ) -> None:
         self.rule, self.groups, self.state, self.grids = rule, groups, state, grids
+        rule.forget_batches()
         # As planned: wrappers put other parameters into groups, and state is found under those it was made for.
         self.params = [list(group["params"]) for group in groups]
         self.transport_dtype = transport_dtype

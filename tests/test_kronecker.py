@@ -434,6 +434,103 @@ def test_a_step_that_is_skipped_leaves_factors_in_every_storage(cls, storage: st
     assert_equal(list(state.values()), list(after.values()))
 
 
+def start_late(cls, policy: str, skipped: bool):
+    """Parameters and an optimizer whose first refresh was due, in step 3 (SOAP: 1), when it could not be made."""
+    start = 1 if cls is hf_emopt.SOAP else 3
+    own = {} if cls is hf_emopt.SOAP else {"start_preconditioning_step": 3}
+    params, optimizer = make(cls, refresh=policy, precondition_frequency=4, **own)
+    for step in range(start):
+        for p, g in zip(params, gradients(step)):
+            p.grad = g if skipped else torch.zeros_like(g)
+        if skipped and step == start - 1:
+            params[0].grad.view(-1)[0] = math.nan
+        optimizer.step()
+    return params, optimizer, start
+
+
+def counts(params, optimizer) -> list[int]:
+    found = [v for p in params for k, v in optimizer.state[p].items() if k.startswith("failures")]
+    return torch.cat([v.flatten() for v in found]).tolist()
+
+
+@pytest.mark.parametrize("cls", RULES)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("skipped", [True, False])
+def test_a_first_refresh_without_a_gradient_is_made_up_for(
+    cls, policy: str, skipped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When the side is due next, and in full; until then Shampoo steps as it did before, and so does a resumed run."""
+    params, optimizer, start = start_late(cls, policy, skipped)
+    number = len(counts(params, optimizer))
+    assert counts(params, optimizer) == [-1] * number
+    file = io.BytesIO()
+    torch.save({"weights": values(params), "optimizer": optimizer.state_dict()}, file)
+    firsts = []
+
+    def compute(snapshot, group, first, unread=False):
+        firsts.extend([first] * len(snapshot.tensors["factor"]))
+        return real(snapshot, group, first, unread)
+
+    real = optimizer.rule.compute
+    with monkeypatch.context() as patch:
+        patch.setattr(optimizer.rule, "compute", compute)
+        run(params, optimizer, range(start, start + 4))
+    assert firsts == [True] * number
+    assert counts(params, optimizer) == [0] * number
+    run(params, optimizer, range(start + 4, start + 7))
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    others, resumed, _ = start_late(cls, policy, skipped)
+    for p, w in zip(others, saved["weights"]):
+        p.data.copy_(w)
+    resumed.load_state_dict(saved["optimizer"])
+    run(others, resumed, range(start, start + 7))
+    assert_equal(values(params), values(others))
+
+
+@pytest.mark.parametrize("cls", [hf_emopt.Shampoo, hf_emopt.KLShampoo])
+def test_without_roots_yet_the_grafted_direction_is_taken(cls) -> None:
+    found = []
+    for start in (3, 100):
+        params, optimizer = make(cls, refresh="synchronous", precondition_frequency=4, start_preconditioning_step=start)
+        run(params, optimizer, range(2))
+        for p in params:
+            p.grad = torch.full_like(p, math.nan)
+        optimizer.step()
+        run(params, optimizer, range(3, 6))  # the fourth refreshes
+        found.append(values(params))
+    assert_equal(*found)
+
+
+@pytest.mark.parametrize("cls", RULES)
+def test_sides_that_come_late_alone_are_found_again_together(cls) -> None:
+    """A matrix that begins after others, which are known to be refreshed, in a step without them."""
+    start = {} if cls is hf_emopt.SOAP else {"start_preconditioning_step": 1}
+    params = [torch.nn.Parameter(torch.randn(8, 8)) for _ in range(2)]
+    optimizer = cls(params, refresh="synchronous", precondition_frequency=3, **start)
+    for step in range(5):
+        params[0].grad = torch.randn(8, 8) if step != 1 else None
+        params[1].grad = torch.randn(8, 8) if step > 1 else torch.full((8, 8), math.nan) if step else None
+        optimizer.step()
+        assert counts(params[1:], optimizer) == ([0, 0] if step in (0, 4) else [-1, -1])
+    assert counts(params[:1], optimizer) == [0, 0]
+
+
+def test_a_basis_that_comes_late_is_an_eigenbasis() -> None:
+    """Not a turn of the identity by one step of an iteration."""
+    params, optimizer = make(hf_emopt.SOAP, refresh="synchronous", precondition_frequency=4)
+    for p in params:
+        p.grad = torch.full_like(p, math.nan)
+    optimizer.step()
+    run(params, optimizer, range(4))
+    for state in (optimizer.state[p] for p in params):
+        for name in [k for k in state if k.startswith("factor")]:
+            basis = state[name.replace("factor", "basis")]
+            inside = basis.mT @ state[name] @ basis
+            off = inside - torch.diag_embed(inside.diagonal(dim1=-2, dim2=-1))
+            assert off.norm() < 1e-5 * inside.norm()
+
+
 # ---------------------------------------------------------------------- checkpoints
 
 

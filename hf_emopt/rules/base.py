@@ -249,6 +249,9 @@ class MatrixRule(ABC):
     def forget(self) -> None:  # noqa: B027 - most have nothing
         """Before all state is replaced: what would still be done to that of the last step is not."""
 
+    def forget_batches(self) -> None:  # noqa: B027 - most have nothing
+        """When a plan is made: keys name other batches from here on."""
+
     def in_flight(self, key: tuple[int, int]) -> bool:
         """Whether :meth:`settle` has something to wait for."""
         return False

@@ -216,7 +216,7 @@ class KroneckerRule(RefreshingRule):
             for block in self.blocks(torch.empty(batch, *shape, device="meta"), unit_state, group):
                 for d in self.factored(block, group):
                     conditions.append(self.condition(block, d, group).view(batch, -1).amax(1))
-                    failures.append(block.tensor("failures", d).view(batch, -1).amax(1))
+                    failures.append(block.tensor("failures", d).clamp_min(0).view(batch, -1).amax(1))
         if conditions:
             found["condition_number"] = torch.stack(conditions).amax(0)
             found["failures"] = torch.stack(failures).amax(0).float()

@@ -22,7 +22,7 @@ from hf_emopt.linalg.precision import matmul_precision
 from hf_emopt.rules.background import Background, Beside
 from hf_emopt.rules.base import Clock, Group, MatrixRule
 from hf_emopt.rules.blocks import BlockGrid, BlockState, Side
-from hf_emopt.rules.refreshed import Flight, Refreshed, Snapshot, Unread
+from hf_emopt.rules.refreshed import Flight, Refreshed, Snapshot, Unread, alike_sides, of_same_blocks
 
 __all__ = ["CALL_COST", "REFRESHES", "Refresh", "RefreshingRule"]
 
@@ -42,6 +42,9 @@ to 11 (orthogonal iteration) times as long as 256."""
 
 LANES = 2
 """Streams on which refreshes of different batches run beside one another. Each keeps some memory for its CUDA graphs."""
+
+LATE = -1
+"""Stands in place of the number of failures, of a side that has had no refresh though the round of the first has passed."""
 
 CALL_COST = 10**9
 """What a call costs of its own, beside the work on its sides, in the unit of periodic costs: a billionth of it, so that they
@@ -64,11 +67,13 @@ class RefreshingRule(MatrixRule):
         self._calls = 0
         self._flights: dict[tuple[int, int], list[Flight]] = {}
         self._unread: dict[tuple[int, int], Unread] = {}
+        self._late: dict[tuple[int, int], bool] = {}
+        """Of batches, whether a side is late; of others the host does not know."""
         self._rows: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
 
     def __getstate__(self) -> dict[str, object]:
         """What is being computed is settled before a copy is made, by the optimizer."""
-        return {**self.__dict__, "_flights": {}, "_unread": {}, "_rows": {}}
+        return {**self.__dict__, "_flights": {}, "_unread": {}, "_late": {}, "_rows": {}}
 
     @abstractmethod
     def grid(self, dims: Sequence[int], group: Group) -> BlockGrid:
@@ -171,7 +176,7 @@ class RefreshingRule(MatrixRule):
         """The refresh itself: a function of the snapshot alone, so that it may run on the side.
 
         Args:
-            first: these sides have never been refreshed.
+            first: these sides have never been refreshed; all of the first round are, and those that were late.
             unread: leave what fails as failed, if that spares a read of the device.
         """
 
@@ -206,8 +211,13 @@ class RefreshingRule(MatrixRule):
         if in_background:
             self._install_arrivals(blocks, group, clock)
         first, again = self.due(blocks, group, clock)
-        if first:
-            self.refresh_now(first, group, True, ok)
+        late, again = self._late_among(again, blocks, group, clock.key)
+        if first or late:
+            self.refresh_now([*first, *late], group, True, ok)
+            if clock.key is None:  # these are some of a batch: which, is not known here
+                self._late.clear()
+            else:  # it has waited for the device already
+                self._late[clock.key] = self._any_late(blocks, group)
         if again and in_background:
             self._launch(again, group, ok, clock)
         elif again:
@@ -228,21 +238,57 @@ class RefreshingRule(MatrixRule):
             key: of the batch, where what fails may climb the ladder in its next step.
         """
         results: list[tuple[Side, Refreshed]] = []
+        none: dict[int, Tensor] = {}
         unread = key is not None and sides[0].block.grads.device.type in self.read_later
         for rows in [side.rows for side in sides if side.rows is not None and side.rows.is_cuda]:
             rows.record_stream(torch.cuda.current_stream(rows.device))  # a lane's, which may outlive this rule
-        for alike in _alike(sides):
-            new = self.compute(self._snapshot(alike, group, copy=False), group, first, unread)
-            results += zip(alike, new.split([len(s.chosen) for s in alike]))
-        for same in _of_same_blocks(results):
+        for alike in alike_sides(sides):
+            snapshot, sizes = self._snapshot(alike, group, copy=False), [len(s.chosen) for s in alike]
+            results += zip(alike, self.compute(snapshot, group, first, unread).split(sizes))
+            if first:
+                none |= zip(map(id, alike), _has_none(snapshot, ok).split(sizes))
+        for same in of_same_blocks(results):
             keep = [new.failed if ok is None else new.failed | ~ok for _, new in same]
+            keep = [kept | none[id(side)] if first else kept for kept, (side, _) in zip(keep, same)]
             self.install([side for side, _ in same], [new for _, new in same], keep, group)
         later = [(side, new) for side, new in results if new.unread]
         if key is not None and later:
             self._read_later(key, later, group, ok)
         for side, new in results:
-            if not new.unread:
+            if first:
+                self.note_failures(side, new.failed & ~none[id(side)], group, new.clean)
+                side.put("failures", side.take("failures").masked_fill(none[id(side)], LATE))
+            elif not new.unread:
                 self.note_failures(side, new.failed, group, new.clean)
+
+    # ------------------------------------------------------------------ sides that are late
+
+    def _any_late(self, blocks: Sequence[BlockState], group: Group) -> bool:
+        counts = [block.tensor("failures", d) for block in blocks for d in self.factored(block, group)]
+        return bool(counts) and bool((torch.cat(counts) == LATE).any())
+
+    def _late_among(
+        self, sides: list[Side], blocks: Sequence[BlockState], group: Group, key: tuple[int, int] | None
+    ) -> tuple[list[Side], list[Side]]:
+        """Those of the sides that are late, and the others. Where the host does not know, it asks once."""
+        if sides and key is not None and self._late.get(key, True):
+            self._late[key] = self._any_late(blocks, group)
+        if not sides or not self.may_be_late(key):
+            return [], sides
+        flags: list[bool] = (torch.cat([side.take("failures") for side in sides]) == LATE).tolist()
+        found: dict[bool, list[Side]] = {True: [], False: []}
+        for side in sides:
+            own, flags = flags[: len(side.chosen)], flags[len(side.chosen) :]
+            for late, those in found.items():
+                numbers = [number for number, flag in zip(side.chosen, own) if flag is late]
+                those += [self.side(side.block, side.d, numbers, side.order)] if numbers else []
+        return found[True], found[False]
+
+    def may_be_late(self, key: tuple[int, int] | None) -> bool:
+        """Whether a side of the batch is late, or nobody knows."""
+        return key is None or self._late.get(key, True)
+
+    # ------------------------------------------------------------------ failures, a step later
 
     def _read_later(
         self, key: tuple[int, int], results: Sequence[tuple[Side, Refreshed]], group: Group, ok: Tensor | None
@@ -336,7 +382,7 @@ class RefreshingRule(MatrixRule):
         skipped = None if ok is None else ~ok
         for side in sides:
             side.block.tensor("pending", side.d)[list(side.chosen)] = self.delay(group)
-        for alike in _alike(sides):
+        for alike in alike_sides(sides):
             snapshot = self._snapshot(alike, group, copy=True)
             if clock.key is None:  # some of the batch are absent, and this state is a copy: nowhere to deliver to later
                 self._deliver(alike, self.compute(snapshot, options, first=False), skipped)
@@ -356,6 +402,9 @@ class RefreshingRule(MatrixRule):
 
     def forget(self) -> None:
         self._unread.clear()
+
+    def forget_batches(self) -> None:
+        self._late.clear()
 
     def in_flight(self, key: tuple[int, int]) -> bool:
         return bool(self._flights.get(key)) or key in self._unread
@@ -383,7 +432,7 @@ class RefreshingRule(MatrixRule):
                 side = self.side(block, d, numbers, len(dims))
                 parts = {name: side.take(f"next_{name}") for name in self.refreshed_names(group)}
                 arrived.append((side, Refreshed(parts, side.take("next_failed"))))
-        for same in _of_same_blocks(arrived):
+        for same in of_same_blocks(arrived):
             keep = [new.failed | side.take("next_skipped") for side, new in same]
             self.install([side for side, _ in same], [new for _, new in same], keep, group)
         for side, new in arrived:
@@ -415,7 +464,7 @@ class RefreshingRule(MatrixRule):
         Args:
             clean: the host knows that none failed; otherwise the device is read once.
         """
-        consecutive = (side.take("failures") + 1) * failed
+        consecutive = (side.take("failures").clamp_min(0) + 1) * failed
         side.put("failures", consecutive)
         number = 0 if clean else int(failed.sum())
         if not number:
@@ -434,17 +483,8 @@ class RefreshingRule(MatrixRule):
             )
 
 
-def _alike(sides: Sequence[Side]) -> list[list[Side]]:
-    """Sides of one size and order, which are computed in one call."""
-    runs: dict[tuple[int, int], list[Side]] = {}
-    for side in sides:
-        runs.setdefault((side.block.sizes[side.d], side.order), []).append(side)
-    return list(runs.values())
-
-
-def _of_same_blocks(results: Sequence[tuple[Side, Refreshed]]) -> list[list[tuple[Side, Refreshed]]]:
-    """Results for several dimensions of the same blocks, which are put to use together; in order of the dimensions."""
-    runs: dict[tuple[int, tuple[int, ...]], list[tuple[Side, Refreshed]]] = {}
-    for side, new in results:
-        runs.setdefault((side.block.index, side.chosen), []).append((side, new))
-    return [sorted(run, key=lambda pair: pair[0].d) for run in runs.values()]
+def _has_none(snapshot: Snapshot, ok: Tensor | None) -> Tensor:
+    """For each block, whether its first refresh must be put off: the step is skipped, or there was no gradient but zeros, as
+    there is none of an adapter whose other one starts as zero. Such a side is late, and has it when its next one is due."""
+    seen = snapshot.tensors["factor"].diagonal(dim1=-2, dim2=-1).amax(-1) != 0
+    return ~seen if ok is None else ~(seen & ok)

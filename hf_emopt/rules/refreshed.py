@@ -12,7 +12,7 @@ from torch import Tensor
 from hf_emopt.rules.base import Group
 from hf_emopt.rules.blocks import Side
 
-__all__ = ["Flight", "Refreshed", "Snapshot", "Unread"]
+__all__ = ["Flight", "Refreshed", "Snapshot", "Unread", "alike_sides", "of_same_blocks"]
 
 
 @dataclass(frozen=True)
@@ -79,3 +79,19 @@ class Unread:
         if self.arrived is not None:
             self.arrived.synchronize()
         return self.flags.tolist()  # type: ignore[no-any-return]
+
+
+def alike_sides(sides: Sequence[Side]) -> list[list[Side]]:
+    """Sides of one size and order, which are computed in one call."""
+    runs: dict[tuple[int, int], list[Side]] = {}
+    for side in sides:
+        runs.setdefault((side.block.sizes[side.d], side.order), []).append(side)
+    return list(runs.values())
+
+
+def of_same_blocks(results: Sequence[tuple[Side, Refreshed]]) -> list[list[tuple[Side, Refreshed]]]:
+    """Results for several dimensions of the same blocks, which are put to use together; in order of the dimensions."""
+    runs: dict[tuple[int, tuple[int, ...]], list[tuple[Side, Refreshed]]] = {}
+    for side, new in results:
+        runs.setdefault((side.block.index, side.chosen), []).append((side, new))
+    return [sorted(run, key=lambda pair: pair[0].d) for run in runs.values()]

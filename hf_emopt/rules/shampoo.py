@@ -32,6 +32,7 @@ from hf_emopt.rules.blocks import (
 from hf_emopt.rules.checks import check_betas, check_choice, check_flags, check_number, check_whole
 from hf_emopt.rules.conditioning import condition_of_root
 from hf_emopt.rules.kronecker import FACTOR_DTYPES, Gate, KroneckerRule, gate_of
+from hf_emopt.rules.refresh import LATE
 from hf_emopt.rules.refreshed import Refreshed, Snapshot
 
 __all__ = ["GRAFTING", "Grafting", "KLShampooRule", "ShampooRule"]
@@ -281,9 +282,15 @@ class ShampooRule(KroneckerRule):
             scale = ratio if scale is None else scale * ratio
         if not roots:  # without a factor it may be the state itself
             direction = direction.clone()
-        if all(ready):
+        late = bool(roots) and self.may_be_late(clock.key)
+        if all(ready) and not late:
             return direction, scale
-        chosen = torch.tensor(ready, device=m.device).view(-1, *[1] * (direction.ndim - 1))
+        chosen = None if all(ready) else torch.tensor(ready, device=m.device)
+        for d, _ in roots if late else ():
+            there = block.tensor("failures", d) != LATE
+            chosen = there if chosen is None else chosen & there
+        assert chosen is not None
+        chosen = chosen.view(-1, *[1] * (direction.ndim - 1))
         direction = direction if scale is None else direction * scale.view(-1, *[1] * (direction.ndim - 1))
         return torch.where(chosen, direction, graft.flatten(0, 1)), None
 
