@@ -49,22 +49,24 @@ class ChangedGroups:
             validate_group({**group, "params": []}, self._rule, [], {"lr": None, "weight_decay": None})
         except ValueError as error:
             raise ValueError(f"the group {group['name']!r} was changed between steps: {error}") from None
-        before = {**group, **known}
-        if self._form(group) == self._form(before):
-            return
         changed = [key for key in known if group.get(key) != known[key]]
+        if changed == ["weight_decay"]:  # which many schedules change in every step
+            return
+        before = {**group, **known}
+        more = self._names(group) - self._names(before)
+        if not more and all(group.get(key) == known.get(key) for key in _FORMS):
+            return
         what = ", ".join(f"{key} from {known[key]!r} to {group.get(key)!r}" for key in changed)
         raise ValueError(
             f"the group {group['name']!r} was changed between steps, {what}: that needs other state than there is. Build a "
             "new optimizer with it, which can load this one's state_dict() where only the form of state differs"
         )
 
-    def _form(self, group: Group) -> tuple[Any, ...]:
+    def _names(self, group: Group) -> set[str]:
+        """Entries of state that its parameters have."""
         like = torch.empty(2, 2, device="meta")
         names = set(elementwise_state(self._rule, group, like, like.shape))
-        if group["kind"] == "matrix":
-            names |= set(unit_state(self._rule, group, (1, 2, 2), like))
-        return (frozenset(names), *(group.get(key) for key in _FORMS))
+        return names | (set(unit_state(self._rule, group, (1, 2, 2), like)) if group["kind"] == "matrix" else set())
 
 
 def _values(group: Group) -> dict[str, Any]:

@@ -60,6 +60,7 @@ class HeldStates:
         self._local: dict[int, tuple[tuple[Any, ...], State]] = {}
         self._of_buckets: dict[int, KeptStates] = {}
         self._own: dict[tuple[int, int], KeptStates] = {}
+        self._owned: dict[int, dict[int, list[Segment]]] = {}
         self._views: dict[tuple[int, int], tuple[KeptStates | None, list[tuple[Tensor, str, Tensor]]]] = {}
         self.bring_home()
 
@@ -103,7 +104,11 @@ class HeldStates:
         """State of the ``i``-th parameter of a bucket."""
         param, group = self._parameter(bucket, i), self._groups[bucket.group]
         state: State = self._state[param]
-        return state if _is_whole(state, param, group) else self.ready(param, group, self.owned(bucket, i))
+        if _is_whole(state, param, group):
+            return state
+        owned = self.owned(bucket, i)
+        # Of what others own there is the count alone, which nothing can be missing beside.
+        return state if owned == [] and "step" in state else self.ready(param, group, owned)
 
     def local(self, bucket: Bucket, i: int) -> State:
         """:meth:`of` as this rank holds it, without that of whole matrices; the same object while it is the same."""
@@ -121,7 +126,12 @@ class HeldStates:
         """This rank's segments of a parameter whose state lies with owners; ``None`` where it lies as the parameter does."""
         if not self.has_owners(bucket):
             return None
-        return [s for s in self._owned_in(bucket) if s.parameter == i]
+        if id(bucket) not in self._owned:  # a bucket of the plan, which is kept as long as this is
+            by_parameter: dict[int, list[Segment]] = defaultdict(list)
+            for segment in self._owned_in(bucket):
+                by_parameter[segment.parameter].append(segment)
+            self._owned[id(bucket)] = dict(by_parameter)
+        return self._owned[id(bucket)].get(i, [])
 
     def has_owners(self, bucket: Bucket) -> bool:
         """Whether every rank holds the bucket's parameters whole and their state lies with owners."""
@@ -160,8 +170,10 @@ class HeldStates:
         Made when a batch is first met, from what ``state`` has (a loaded checkpoint) or from the rule's start; and again
         where somebody has put something else into ``state``, or taken it out.
         """
-        if key in self.by_batch and self._are_views(key):
-            return self.by_batch[key]
+        if key in self.by_batch:
+            if self._are_views(key):
+                return self.by_batch[key]
+            self._rule.forget_batch(key)
         owned = self._owned_in(bucket)
         runs: list[tuple[int, int, int]] = []  # parameter, unit, matrices: neighbours of one parameter are one
         for (i, place), size in zip(batch.jobs, batch.sizes):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ def validate_group(group: Group, rule: MatrixRule, groups: Sequence[Group], defa
     """
     for key in ("lr", "weight_decay"):
         value = group[key]
-        if not isinstance(value, (int, float, Tensor)) or not 0.0 <= float(value) < math.inf:
+        if not isinstance(value, (Real, Tensor)) or not 0.0 <= float(value) < math.inf:
             prefix = "aux_" if group["kind"] == "aux" and value is not defaults[key] else ""
             raise ValueError(f"{prefix}{key}={value!r} must be a finite number that is not negative")
     known = {name for other in groups for name in other["param_names"]}

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -193,10 +194,77 @@ def test_what_is_written_into_a_group_is_checked(rule: str, change: dict[str, An
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_schedules_of_hyperparameters_are_free() -> None:
+@pytest.mark.parametrize("number", [float, np.float32])
+def test_schedules_of_hyperparameters_are_free(number: Callable[[float], Any]) -> None:
     model, optimizer = built("soap", weight_decay=0.1)
-    for value in (0.05, 0.0, 0.2):
+    for value in map(number, (0.05, 0.0, 0.2)):
         for group in optimizer.param_groups:
             group["weight_decay"], group["lr"] = value, value / 10
         optimizer.param_groups[0]["precondition_frequency"] = 3 + int(10 * value)
         step(model, optimizer, 2, seed=1)
+
+
+def test_less_state_than_there_is_may_be_asked_for() -> None:
+    model, optimizer = built("shampoo", momentum=0.9)
+    step(model, optimizer, 2, seed=1)
+    optimizer.param_groups[0].update(betas=(0.0, 0.99), momentum=0.0)
+    step(model, optimizer, 2, seed=2)
+    optimizer.param_groups[0]["betas"] = (0.9, 0.99)
+    with pytest.raises(ValueError, match="that needs other state"):
+        optimizer.step()
+
+
+def late_or_not(zeros: bool) -> tuple[nn.Module, Any]:
+    """After two steps, of which the first matrix has had gradients of zeros."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(24, 24, bias=False), nn.Linear(24, 24, bias=False))
+    optimizer = hf_emopt.SOAP(model, lr=1e-2, precondition_frequency=6)
+    for seed in range(2):
+        fed(model, optimizer, seed, zeros)
+    return model, optimizer
+
+
+def fed(model: nn.Module, optimizer: Any, seed: int, zeros: bool = False) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for i, param in enumerate(model.parameters()):
+        param.grad = torch.randn(param.shape, generator=generator) * (0.0 if zeros and i == 0 else 1.0)
+    optimizer.step()
+
+
+def test_nothing_that_was_known_of_replaced_state_holds() -> None:
+    """A side without its first refresh, put in place of one with it, gets it at its next turn."""
+    model, optimizer = late_or_not(zeros=True)
+    late = [{k: v.clone() for k, v in optimizer.state[p].items()} for p in model.parameters()]
+    weights = copy.deepcopy(model.state_dict())
+    other, replaced = late_or_not(zeros=False)
+    other.load_state_dict(weights)
+    for param, state in zip(other.parameters(), late):
+        replaced.state[param].clear()
+        replaced.state[param].update(state)
+    for seed in range(2, 14):
+        fed(model, optimizer, seed)
+        fed(other, replaced, seed)
+    for one, two in zip(model.parameters(), other.parameters()):
+        assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("rule", ["soap", "shampoo"])
+def test_a_side_that_never_has_a_gradient_costs_no_refresh(monkeypatch: pytest.MonkeyPatch, rule: str) -> None:
+    torch.manual_seed(0)
+    weights = [nn.Parameter(torch.randn(16, 16)) for _ in range(4)]
+    optimizer = RULES[rule][0](weights, precondition_frequency=5)
+    firsts: list[int] = []
+    compute = optimizer.rule.compute
+
+    def counted(snapshot: Any, group: Any, first: bool, unread: bool = False) -> Any:
+        firsts.append(len(snapshot.tensors["factor"]) if first else 0)
+        return compute(snapshot, group, first, unread)
+
+    monkeypatch.setattr(optimizer.rule, "compute", counted)
+    for step_number in range(30):
+        for i, weight in enumerate(weights):
+            weight.grad = torch.randn(16, 16) * (i > 0 or step_number >= 22)
+        optimizer.step()
+        if step_number == 20:
+            assert sum(firsts) == 8  # two sides each, in the first round
+    assert sum(firsts) == 10  # and those of the last one, when it has had a gradient

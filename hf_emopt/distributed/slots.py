@@ -10,7 +10,7 @@ from typing import Any
 from hf_emopt.distributed.assignment import assign_owners
 from hf_emopt.distributed.plan import Bucket, Plan
 from hf_emopt.distributed.segments import Segment
-from hf_emopt.rules.refresh import CALL_COST
+from hf_emopt.rules.schedule import CALL_COST
 
 __all__ = ["Matrix", "assign_slots", "matrix_of", "plan_slots"]
 

@@ -163,7 +163,9 @@ def _wrap_create_optimizer() -> None:
             refuse_unsupported(self.args, self.model)
             model = next((m for m in (*args, options.get("model")) if m is not None), self.model)
             if not {"params", "model", "optimizer_dict"} & set(given[1]):
-                self.optimizer_cls_and_kwargs = cls, {**given[1], "model": model}
+                # Which is in the lists that this takes the place of.
+                decay = {"weight_decay": self.args.weight_decay}
+                self.optimizer_cls_and_kwargs = cls, {**decay, **given[1], "model": model}
         return original(self, *args, **options)
 
     setattr(create_optimizer, MARK, original)

@@ -252,6 +252,9 @@ class MatrixRule(ABC):
     def forget_batches(self) -> None:  # noqa: B027 - most have nothing
         """When a plan is made: keys name other batches from here on."""
 
+    def forget_batch(self, key: tuple[int, int]) -> None:  # noqa: B027 - most have nothing
+        """When a batch's state was replaced between steps: nothing that is known or computed of the old one holds."""
+
     def in_flight(self, key: tuple[int, int]) -> bool:
         """Whether :meth:`settle` has something to wait for."""
         return False

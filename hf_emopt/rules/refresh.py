@@ -20,25 +20,17 @@ from torch import Tensor
 from hf_emopt.linalg.failures import LadderReport
 from hf_emopt.linalg.precision import matmul_precision
 from hf_emopt.rules.background import Background, Beside
-from hf_emopt.rules.base import Clock, Group, MatrixRule
-from hf_emopt.rules.blocks import BlockGrid, BlockState, Side
+from hf_emopt.rules.base import Clock, Group
+from hf_emopt.rules.blocks import BlockState, Side
 from hf_emopt.rules.refreshed import Flight, Refreshed, Snapshot, Unread, alike_sides, of_same_blocks
+from hf_emopt.rules.schedule import ScheduledRule
 
-__all__ = ["CALL_COST", "REFRESHES", "Refresh", "RefreshingRule"]
+__all__ = ["REFRESHES", "Refresh", "RefreshingRule"]
 
 logger = logging.getLogger("hf_emopt")
 
 Refresh = Literal["staggered", "synchronous", "async"]
 REFRESHES: tuple[str, ...] = ("staggered", "synchronous", "async")
-
-_CALL_SIDE = {"cpu": 128, "cuda": 2048}
-"""The side of a matrix whose refresh alone takes as long as what every call costs besides (launches, checks, the host's
-wait). Measured for SOAP and Shampoo: a side of 1150 to 1900 on an H200, for which the next power of two stands here; on a CPU
-next to nothing, for which 128 does. Other devices are taken for a GPU."""
-
-_SMALL_SIDE = {"cpu": 1000, "cuda": 0}
-"""A refresh of side ``s`` takes ``s^2 (s + this)``: on a CPU small matrices are slower than their cubes, 704 taking 8 (eigh)
-to 11 (orthogonal iteration) times as long as 256."""
 
 LANES = 2
 """Streams on which refreshes of different batches run beside one another. Each keeps some memory for its CUDA graphs."""
@@ -46,15 +38,10 @@ LANES = 2
 LATE = -1
 """Stands in place of the number of failures, of a side that has had no refresh though the round of the first has passed."""
 
-CALL_COST = 10**9
-"""What a call costs of its own, beside the work on its sides, in the unit of periodic costs: a billionth of it, so that they
-are integers, which all ranks round alike."""
 
-
-class RefreshingRule(MatrixRule):
+class RefreshingRule(ScheduledRule):
     """The schedule of refreshes, their failures, and those that run in the background."""
 
-    scheduled = True
     read_later: ClassVar[frozenset[str]] = frozenset({"cuda"})
     """Kinds of devices on which failures are read as the step after the refresh begins, so that the host need not wait for
     it. A rule calls :meth:`mend` there."""
@@ -67,91 +54,13 @@ class RefreshingRule(MatrixRule):
         self._calls = 0
         self._flights: dict[tuple[int, int], list[Flight]] = {}
         self._unread: dict[tuple[int, int], Unread] = {}
-        self._late: dict[tuple[int, int], bool] = {}
-        """Of batches, whether a side is late; of others the host does not know."""
+        self._late: dict[tuple[int, int] | None, frozenset[tuple[int, int, int]]] = {}
+        """Of batches, which sides are late; of others the host does not know."""
         self._rows: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
 
     def __getstate__(self) -> dict[str, object]:
         """What is being computed is settled before a copy is made, by the optimizer."""
         return {**self.__dict__, "_flights": {}, "_unread": {}, "_late": {}, "_rows": {}}
-
-    @abstractmethod
-    def grid(self, dims: Sequence[int], group: Group) -> BlockGrid:
-        """The blocks of a matrix (or tensor) of this shape."""
-
-    @abstractmethod
-    def has_factor(self, size: int, group: Group) -> bool:
-        """Whether a side of a block is preconditioned."""
-
-    def factored(self, block: BlockState, group: Group) -> list[int]:
-        """Dimensions of a block that have a factor."""
-        return [d for d, size in enumerate(block.sizes) if self.has_factor(size, group)]
-
-    # ------------------------------------------------------------------ schedule
-
-    def period(self, group: Group) -> int:
-        return int(group["precondition_frequency"])
-
-    def periodic_costs(self, m: int, n: int, group: Group) -> tuple[int, ...]:
-        """One piece for each preconditioned side of each block, where a call costs :data:`CALL_COST`."""
-        params = group.get("params") or [torch.empty(0)]
-        device = "cpu" if params[0].device.type in ("cpu", "meta") else "cuda"
-        call, small = _CALL_SIDE[device], _SMALL_SIDE[device]
-        unit = call**2 * (call + small)
-        return tuple(
-            max(1, s**2 * (s + small) * CALL_COST // unit)
-            for c in self.grid((m, n), group).classes
-            for _ in range(c.count)
-            for s in c.sizes
-            if self.has_factor(s, group)
-        )
-
-    def first_round(self, group: Group) -> int:
-        """The round of the first refresh, the same for all sides; periods are counted from it."""
-        return 1
-
-    def due(self, blocks: Sequence[BlockState], group: Group, clock: Clock) -> tuple[list[Side], list[Side]]:
-        """Sides to refresh now: those that have never been, and the others.
-
-        The first time is the same for all: to spread work that is done once saves no time, and blocks would go without.
-        """
-        period, start = self.period(group), self.first_round(group)
-        synchronous = group["refresh"] == "synchronous"
-        first: list[Side] = []
-        again: list[Side] = []
-        for block in blocks:
-            dims = self.factored(block, group)
-            for k, d in enumerate(dims):
-                new: list[int] = []
-                old: list[int] = []
-                for i, rounds in enumerate(clock.rounds):
-                    if rounds < start:
-                        continue
-                    for j in range(block.count):
-                        slot = 0 if synchronous else clock.slots[i][block.first_piece + j * len(dims) + k]
-                        if rounds == start:
-                            new.append(i * block.count + j)
-                        elif (rounds - start) % period == slot:
-                            old.append(i * block.count + j)
-                first += [self.side(block, d, new, len(dims))] if new else []
-                again += [self.side(block, d, old, len(dims))] if old else []
-        return first, again
-
-    def refreshed_before(self, block: BlockState, group: Group, clock: Clock) -> list[bool]:
-        """For each block, whether it has had a refresh, one in this round counted."""
-        start = self.first_round(group)
-        return [rounds >= start for rounds in clock.rounds for _ in range(block.count)]
-
-    def refresh_age(self, rounds: int, slots: Sequence[int], group: Group) -> int | None:
-        start, delay = self.first_round(group), self.delay(group)
-        if rounds < start or not slots:
-            return None
-        ages = []
-        for slot in slots:
-            since = rounds - delay - start - (0 if group["refresh"] == "synchronous" else slot)
-            # Before a piece's own turn has come it has what all got in the first round.
-            ages.append(rounds - start if since < 0 else since % self.period(group) + delay)
-        return min(max(ages), rounds - start)
 
     def side(self, block: BlockState, d: int, chosen: Sequence[int], order: int) -> Side:
         """A side of some blocks. Their index on the device is kept, since they come back every period."""
@@ -217,7 +126,7 @@ class RefreshingRule(MatrixRule):
             if clock.key is None:  # these are some of a batch: which, is not known here
                 self._late.clear()
             else:  # it has waited for the device already
-                self._late[clock.key] = self._any_late(blocks, group)
+                self._late[clock.key] = self._which_late(blocks, group)
         if again and in_background:
             self._launch(again, group, ok, clock)
         elif again:
@@ -263,30 +172,53 @@ class RefreshingRule(MatrixRule):
 
     # ------------------------------------------------------------------ sides that are late
 
-    def _any_late(self, blocks: Sequence[BlockState], group: Group) -> bool:
-        counts = [block.tensor("failures", d) for block in blocks for d in self.factored(block, group)]
-        return bool(counts) and bool((torch.cat(counts) == LATE).any())
+    def _which_late(self, blocks: Sequence[BlockState], group: Group) -> frozenset[tuple[int, int, int]]:
+        """Of a batch: class, dimension and number of the block. A read of the device."""
+        places = [(block, d) for block in blocks for d in self.factored(block, group)]
+        counts = [block.tensor("failures", d) for block, d in places]
+        flags: list[bool] = (torch.cat(counts) == LATE).tolist() if counts else []
+        found = set()
+        for (block, d), count in zip(places, counts):
+            found |= {(block.index, d, number) for number in range(len(count)) if flags[number]}
+            flags = flags[len(count) :]
+        return frozenset(found)
 
     def _late_among(
         self, sides: list[Side], blocks: Sequence[BlockState], group: Group, key: tuple[int, int] | None
     ) -> tuple[list[Side], list[Side]]:
-        """Those of the sides that are late, and the others. Where the host does not know, it asks once."""
-        if sides and key is not None and self._late.get(key, True):
-            self._late[key] = self._any_late(blocks, group)
-        if not sides or not self.may_be_late(key):
-            return [], sides
-        flags: list[bool] = (torch.cat([side.take("failures") for side in sides]) == LATE).tolist()
+        """Sides that were late and have had a gradient by now, and those that are not late; who still has had none (an idle
+        expert) is in neither. Where the host does not know who is late, it asks once."""
+        if not sides:
+            return [], []
+        if key is not None and key not in self._late:
+            self._late[key] = self._which_late(blocks, group)
+        asked: list[Side] = sides
+        again: list[Side] = []
+        if key is not None:
+            known = self._late[key]
+            flags = [(side.block.index, side.d, number) in known for side in sides for number in side.chosen]
+            asked, again = self._divided(sides, flags) if known else ([], sides)
+        if not asked:
+            return [], again
+        late, others = self._divided(asked, (torch.cat([s.take("failures") for s in asked]) == LATE).tolist())
+        if late:
+            snapshots = [self._snapshot([side], group, copy=False) for side in late]
+            late, _ = self._divided(late, torch.cat([~_has_none(s, None) for s in snapshots]).tolist())
+        return late, again + others
+
+    def _divided(self, sides: Sequence[Side], flags: list[bool]) -> tuple[list[Side], list[Side]]:
+        """Those parts of sides that a flag for each block, in order, says yes to, and the others."""
         found: dict[bool, list[Side]] = {True: [], False: []}
         for side in sides:
             own, flags = flags[: len(side.chosen)], flags[len(side.chosen) :]
-            for late, those in found.items():
-                numbers = [number for number, flag in zip(side.chosen, own) if flag is late]
+            for answer, those in found.items():
+                numbers = [number for number, flag in zip(side.chosen, own) if flag is answer]
                 those += [self.side(side.block, side.d, numbers, side.order)] if numbers else []
         return found[True], found[False]
 
     def may_be_late(self, key: tuple[int, int] | None) -> bool:
         """Whether a side of the batch is late, or nobody knows."""
-        return key is None or self._late.get(key, True)
+        return key not in self._late or bool(self._late[key])
 
     # ------------------------------------------------------------------ failures, a step later
 
@@ -369,13 +301,6 @@ class RefreshingRule(MatrixRule):
 
     # ------------------------------------------------------------------ in the background
 
-    def delay(self, group: Group) -> int:
-        """Rounds between the launch of an asynchronous refresh and its use."""
-        if group["refresh"] != "async":
-            return 0
-        given = group["async_delay"]
-        return int(max(1, group["precondition_frequency"] // 2) if given is None else given)
-
     def _launch(self, sides: Sequence[Side], group: Group, ok: Tensor | None, clock: Clock) -> None:
         """Begins a refresh whose results will wait in ``next_*`` until their round comes."""
         options = dict(group)  # as it is now; the learning rate and its like may change meanwhile
@@ -405,6 +330,12 @@ class RefreshingRule(MatrixRule):
 
     def forget_batches(self) -> None:
         self._late.clear()
+
+    def forget_batch(self, key: tuple[int, int]) -> None:
+        self._late.pop(key, None)
+        self._unread.pop(key, None)
+        for flight in self._flights.pop(key, []):
+            self._background.wait(flight.result)  # whose results were for what was there
 
     def in_flight(self, key: tuple[int, int]) -> bool:
         return bool(self._flights.get(key)) or key in self._unread

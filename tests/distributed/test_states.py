@@ -273,3 +273,30 @@ def asked_by_one_rank_after_loading() -> None:
 
 def test_where_nothing_is_gathered_a_rank_may_ask_alone(two: World) -> None:
     two.run(asked_by_one_rank_after_loading)
+
+
+def looked_at_again() -> tuple[int, int]:
+    """Parameters whose state was made, or looked through for what is missing, in two steps and in the two after."""
+    model = wrap(zoo().to(torch.bfloat16), "ddp")
+    optimizer = build(model, "muon")
+    states, calls = optimizer._current_engine().states, [0]
+    ready = states.ready
+
+    def counted(*args: Any, **options: Any) -> Any:
+        calls[0] += 1
+        return ready(*args, **options)
+
+    states.ready = counted  # type: ignore[method-assign]
+    seen = []
+    for step in range(4):
+        backward(model, step)
+        optimizer.step()
+        seen.append(calls[0])
+    return seen[1], seen[3] - seen[1]
+
+
+def test_state_that_others_own_is_looked_at_once(two: World) -> None:
+    """Of it there is a count of steps alone: nothing beside it is missing, also with 16-bit weights."""
+    for made, again in two.run(looked_at_again):
+        assert made > 0
+        assert again == 0

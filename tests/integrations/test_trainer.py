@@ -550,9 +550,10 @@ def test_an_optimizer_handed_to_the_trainer_is_named(messages: list[logging.LogR
 
 def test_a_class_of_ours_gets_the_model(tmp_path: Path) -> None:
     """Trainer would give it two lists of parameters, in which embeddings and heads look like matrices."""
-    options = {"lr": 2e-3, "weight_decay": 0.1, "aux_betas": (0.9, 0.999)}
-    by_class = make_trainer(tmp_path, trainer_kwargs={"optimizer_cls_and_kwargs": (hf_emopt.Muon, options)})
-    by_name = make_trainer(tmp_path)
+    options = {"lr": 2e-3, "aux_betas": (0.9, 0.999)}
+    given = {"optimizer_cls_and_kwargs": (hf_emopt.Muon, options)}
+    by_class = make_trainer(tmp_path, trainer_kwargs=given, weight_decay=0.3)
+    by_name = make_trainer(tmp_path, weight_decay=0.3)
     for made in (by_class, by_name):
         made.train()
     ours = unwrap_optimizer(by_class.optimizer)
@@ -560,7 +561,8 @@ def test_a_class_of_ours_gets_the_model(tmp_path: Path) -> None:
     assert sum(len(g["params"]) for g in ours.param_groups if g["kind"] == "matrix") == MATRICES
     for one, two in zip(by_class.model.parameters(), by_name.model.parameters()):
         assert torch.equal(one, two)
-    assert set(options) == {"lr", "weight_decay", "aux_betas"}
+    assert {g["name"]: g["weight_decay"] for g in ours.param_groups} == {"matrix": 0.3, "aux": 0.3, "aux_no_decay": 0.0}
+    assert set(options) == {"lr", "aux_betas"}
 
 
 def test_what_transformers_gives_is_called_as_a_class_too(tmp_path: Path) -> None:
