@@ -40,10 +40,10 @@ def step_together(optimizer: MatrixOptimizer, among: frozenset[str] | None) -> N
     if engine.offload is not None:
         engine.offload.begin()
         optimizer._early.count()
-    engine.watch = optimizer._diagnostics.watch
+    watch = engine.watch = optimizer._diagnostics.watch
     agreement = engine.begin(gradients, among)
-    if engine.watch is not None:
-        engine.watch.begin(engine, agreement.ok, among)
+    if watch is not None:
+        watch.begin(engine, agreement.ok, among)
     if among is None:
         _warn_of_strangers(optimizer, agreement.present)
     if agreement.ok is not None:
@@ -66,6 +66,7 @@ def step_together(optimizer: MatrixOptimizer, among: frozenset[str] | None) -> N
         tasks = [*others, *matrices]  # the embedding, which a forward pass needs first, is among the others
         optimizer._delayed.begin((task, [engine.parameter(b, i) for i in engine.present(b)]) for task, b in tasks)
     else:
+        engine.begin_tasks(undisturbed=watch is None)  # who measures reads the state of each bucket
         # Flat parameters and their state are somebody else's between steps.
         _run(engine, matrices, [task for task, _ in others], own, may_go_on=optimizer._flattened is None)
     engine.finish_copies()
@@ -84,7 +85,6 @@ def _run(
         others: what is stepped element by element and shared out; ``own`` makes what each rank steps for itself.
         may_go_on: refreshes beside the step may outlast it.
     """
-    engine.begin_tasks(undisturbed=engine.watch is None)  # who measures reads the state of each bucket
     stay_open = False
     try:
         if engine.offload is not None:

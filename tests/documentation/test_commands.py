@@ -272,6 +272,7 @@ IN_TEXT = {
     "apt-get install chromium": ".ci/run does it",
     "pre-commit install": "writes into .git; tests/test_packaging.py has the hooks, and `make lint` runs them",
     "python benchmarks/forecast_errors.py": "tests/test_forecast.py calls all of it",
+    "python benchmarks/forecast_errors.py --write": "likewise, and compares what is written",
     "hf-emopt bench kernels": "needs a GPU; tests/linalg/test_triton_interpreter.py has its code",
     "hf-emopt bench kernels --tune table.json": "likewise",
 }
