@@ -190,21 +190,19 @@ class RefreshingRule(ScheduledRule):
         expert) is in neither. Where the host does not know who is late, it asks once."""
         if not sides:
             return [], []
-        if key is not None and key not in self._late:
-            self._late[key] = self._which_late(blocks, group)
-        asked: list[Side] = sides
-        again: list[Side] = []
-        if key is not None:
+        if key is None:
+            flags = (torch.cat([side.take("failures") for side in sides]) == LATE).tolist()
+        else:
+            if key not in self._late:
+                self._late[key] = self._which_late(blocks, group)
             known = self._late[key]
             flags = [(side.block.index, side.d, number) in known for side in sides for number in side.chosen]
-            asked, again = self._divided(sides, flags) if known else ([], sides)
-        if not asked:
-            return [], again
-        late, others = self._divided(asked, (torch.cat([s.take("failures") for s in asked]) == LATE).tolist())
-        if late:
-            snapshots = [self._snapshot([side], group, copy=False) for side in late]
-            late, _ = self._divided(late, torch.cat([~_has_none(s, None) for s in snapshots]).tolist())
-        return late, again + others
+        if not any(flags):
+            return [], sides
+        late, again = self._divided(sides, flags)
+        snapshots = [self._snapshot([side], group, copy=False) for side in late]
+        late, _ = self._divided(late, torch.cat([~_has_none(s, None) for s in snapshots]).tolist())
+        return late, again
 
     def _divided(self, sides: Sequence[Side], flags: list[bool]) -> tuple[list[Side], list[Side]]:
         """Those parts of sides that a flag for each block, in order, says yes to, and the others."""
