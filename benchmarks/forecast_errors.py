@@ -63,6 +63,7 @@ EVEN_PLANS = (
     "step_fsdp2_1.1b_2xh200_daf71f2", "step_single_1.1b_h200_992685b", "step_single_wide_h200_992685b",
     "step_single_1.1b_h200_595efb8", "step_fsdp2_1.1b_2xh200_595efb8", "step_ddp_1.1b_2xh200_595efb8",
     "step_fsdp2_wide_2xh200_595efb8", "step_fsdp2_1.1b_2xh200_f3a0454",
+    "step_fsdp2_1.1b_4xh200_c831ee9", "step_ddp_1.1b_4xh200_c831ee9",
 )  # fmt: skip
 """Measured since matrices of one shape are cut evenly; before, buckets were filled one after another. They are of the next
 two as well."""
