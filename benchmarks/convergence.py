@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 import hf_emopt
 from hf_emopt.integrations.optim_args import parse_optim_args
 from hf_emopt.integrations.transformers import OPTIMIZERS
-from hf_emopt.matrix_optimizer import MatrixOptimizer
+from hf_emopt.optimizers.base import MatrixOptimizer
 
 SETTINGS = (
     "data", "batch", "length", "eval_blocks", "warmup", "hidden", "layers", "mlp", "weight_decay", "precision",

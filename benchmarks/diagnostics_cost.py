@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_emopt.commands.plan import build_optimizer
+from hf_emopt.tools.commands.plan import build_optimizer
 
 
 def parse() -> argparse.Namespace:

@@ -29,15 +29,15 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_emopt
-from hf_emopt.bench.step_models import MODELS
 from hf_emopt.distributed import assignment
-from hf_emopt.forecast.hardware import EFFICIENCY, GPUS, NETWORKS, Gpu
-from hf_emopt.forecast.layouts import Layout
-from hf_emopt.forecast.products import newton_schulz_seconds
-from hf_emopt.forecast.step import Forecast, Machine, forecast
-from hf_emopt.linalg.triton import configs
-from hf_emopt.linalg.triton.configs import TABLE_VARIABLE
-from hf_emopt.matrix_optimizer import MatrixOptimizer
+from hf_emopt.kernels.triton import configs
+from hf_emopt.kernels.triton.configs import TABLE_VARIABLE
+from hf_emopt.optimizers.base import MatrixOptimizer
+from hf_emopt.tools.bench.step_models import MODELS
+from hf_emopt.tools.forecast.hardware import EFFICIENCY, GPUS, NETWORKS, Gpu
+from hf_emopt.tools.forecast.layouts import Layout
+from hf_emopt.tools.forecast.products import newton_schulz_seconds
+from hf_emopt.tools.forecast.step import Forecast, Machine, forecast
 
 RESULTS = Path(__file__).parent / "results"
 LONG = RESULTS / "forecast_errors.md"

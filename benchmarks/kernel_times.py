@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 
-from hf_emopt.bench.kernels import SHAPES, run, tune
+from hf_emopt.tools.bench.kernels import SHAPES, run, tune
 
 
 def main() -> int:

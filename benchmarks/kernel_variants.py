@@ -23,13 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_emopt.bench.kernels import JORDAN, SHAPES, exact, geometric_mean, parse_shape, relative_error
-from hf_emopt.bench.timing import Shape, device_facts, graphed, in_turn, time_ms
-from hf_emopt.linalg import cuda_graphs
+from hf_emopt.kernels import cuda_graphs
+from hf_emopt.kernels.triton import runtime, variants
+from hf_emopt.kernels.triton.configs import Config, choose
 from hf_emopt.linalg.newton_schulz import newton_schulz
-from hf_emopt.linalg.symmetric import normalize_cast
-from hf_emopt.linalg.triton import runtime, variants
-from hf_emopt.linalg.triton.configs import Config, choose
+from hf_emopt.linalg.symmetric_products import normalize_cast
+from hf_emopt.tools.bench.kernels import JORDAN, SHAPES, exact, geometric_mean, parse_shape, relative_error
+from hf_emopt.tools.bench.timing import Shape, device_facts, graphed, in_turn, time_ms
 
 ALL = "estimate,diagonal"
 VARIANTS = ("", "estimate", "diagonal", ALL)
@@ -81,7 +81,7 @@ def orthogonalization(shape: Shape, names: Sequence[str], repeat_ms: float) -> d
 
 
 def normalization(shape: Shape, repeat_ms: float) -> dict[str, float]:
-    from hf_emopt.linalg.triton.estimated_launch import estimated_cast
+    from hf_emopt.kernels.triton.estimated_launch import estimated_cast
 
     x = torch.randn(shape, device="cuda")
     out = torch.empty_like(x, dtype=torch.float16)
@@ -102,7 +102,7 @@ def normalization(shape: Shape, repeat_ms: float) -> dict[str, float]:
 
 def tile_functions(shape: Shape) -> dict[str, Callable[[], object]]:
     """``A A^T``, and for square ``A`` ``A B^T`` of two matrices, with the table's tile and some others."""
-    from hf_emopt.linalg.triton.symmetric_launch import symmetric_product
+    from hf_emopt.kernels.triton.symmetric_launch import symmetric_product
 
     batch, m, k = shape
     a = torch.randn(shape, device="cuda", dtype=torch.float16)

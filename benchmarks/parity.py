@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import hf_emopt
-from hf_emopt.bench.step_models import slice_matrices
+from hf_emopt.tools.bench.step_models import slice_matrices
 
 EXACT_NS = {"ns_dtype": "float32", "transport_dtype": "float32"}
 EXACT = {"precondition_frequency": 2, "transport_dtype": "float32"}

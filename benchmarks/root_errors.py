@@ -16,10 +16,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from hf_emopt.linalg.batches import spectral_bound
 from hf_emopt.linalg.eigenbasis import RefreshMethod, eigenbasis, refresh_eigenbasis
 from hf_emopt.linalg.inverse_root import RootSolver, inverse_root
-from hf_emopt.linalg.precision import Precision
+from hf_emopt.linalg.matmul_precision import Precision
+from hf_emopt.linalg.symmetric_batches import spectral_bound
 
 EXPONENT = 0.25
 # The least relative epsilon that each precision bears on singular matrices.

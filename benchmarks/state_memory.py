@@ -41,11 +41,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import hf_emopt
-from hf_emopt.bench.step import process_group, refresh_schedule
-from hf_emopt.bench.step_models import MODELS, build_model, lay_out
-from hf_emopt.matrix_optimizer import MatrixOptimizer
-from hf_emopt.offload import room_in_buckets
-from hf_emopt.planning import estimate
+from hf_emopt.optimizers.base import MatrixOptimizer
+from hf_emopt.state.offload import room_in_buckets
+from hf_emopt.tools.bench.step import process_group, refresh_schedule
+from hf_emopt.tools.bench.step_models import MODELS, build_model, lay_out
+from hf_emopt.tools.estimate import estimate
 
 RULES = {
     "muon": (hf_emopt.Muon, {}),

@@ -22,10 +22,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_emopt.bench.step import Maker, Row, Settings, Unavailable, add_profiles, attempt, process_group
-from hf_emopt.bench.step_models import LAYOUTS, MODELS
-from hf_emopt.bench.step_optimizers import DECAY, LR, MATRIX_OPTIMIZERS, OPTIMIZERS, Several, adamw, by_mesh, split
-from hf_emopt.bench.step_report import about, plot, save, table
+from hf_emopt.tools.bench.step import Maker, Row, Settings, Unavailable, add_profiles, attempt, process_group
+from hf_emopt.tools.bench.step_models import LAYOUTS, MODELS
+from hf_emopt.tools.bench.step_optimizers import (
+    DECAY,
+    LR,
+    MATRIX_OPTIMIZERS,
+    OPTIMIZERS,
+    Several,
+    adamw,
+    by_mesh,
+    split,
+)
+from hf_emopt.tools.bench.step_report import about, plot, save, table
 
 
 def dion_muon(model: nn.Module, triton: bool = False) -> torch.optim.Optimizer:

@@ -29,11 +29,11 @@ import torch.distributed as dist
 from torch import nn
 
 from case_workers import Ranks, Unavailable
-from hf_emopt.bench.step import Clock, Settings, check_transforms, counted, refresh_schedule, summary
-from hf_emopt.bench.step_models import MODELS, build_model
-from hf_emopt.bench.step_optimizers import DECAY, LR, MATRIX_OPTIMIZERS
-from hf_emopt.bench.step_optimizers import OPTIMIZERS as MAKERS
-from hf_emopt.matrix_optimizer import MatrixOptimizer
+from hf_emopt.optimizers.base import MatrixOptimizer
+from hf_emopt.tools.bench.step import Clock, Settings, check_transforms, counted, refresh_schedule, summary
+from hf_emopt.tools.bench.step_models import MODELS, build_model
+from hf_emopt.tools.bench.step_optimizers import DECAY, LR, MATRIX_OPTIMIZERS
+from hf_emopt.tools.bench.step_optimizers import OPTIMIZERS as MAKERS
 
 NATIVE = {"lr": LR, "momentum": 0.95, "weight_decay": DECAY, "torch_adam": True}
 OURS = tuple(name for name in MATRIX_OPTIMIZERS if name != "muon-overlap")
@@ -112,7 +112,7 @@ def measure(device: torch.device, stage: int, name: str, options: dict[str, Any]
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     first, period = refresh_schedule(engine.basic_optimizer)
-    # As in hf_emopt.bench.step: what is compiled and recorded in two periods is left out.
+    # As in hf_emopt.tools.bench.step: what is compiled and recorded in two periods is left out.
     warmup = max(options["warmup"], first) + (2 * period if period > 1 else 0)
     steps = -(-options["steps"] // period) * period
     times = []

@@ -1,7 +1,7 @@
 """Muon and its kin for Hugging Face Trainer and Accelerate: importing this makes ``optim="muon"`` known to transformers."""
 
 from hf_emopt._version import __version__
-from hf_emopt.checkpoint_files import CheckpointError, newest_checkpoint
+from hf_emopt.checkpoint.files import CheckpointError, newest_checkpoint
 from hf_emopt.integrations.accelerate import Accelerator, EmoptPlugin
 from hf_emopt.integrations.callback import EmoptCallback
 from hf_emopt.integrations.deepspeed import watch
@@ -11,7 +11,7 @@ from hf_emopt.integrations.trainer import EmoptTrainer, EmoptTrainerMixin
 from hf_emopt.integrations.transformers import register
 from hf_emopt.linalg.newton_schulz import newton_schulz
 from hf_emopt.optimizers import SOAP, KLShampoo, Muon, NorMuon, Shampoo
-from hf_emopt.qk_clip import qk_clip
+from hf_emopt.optimizers.qk_clip import qk_clip
 from hf_emopt.routing.route import route_parameters
 
 __all__ = [

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import hf_emopt.engine
-import hf_emopt.offload
+import hf_emopt.engine.engine
+import hf_emopt.state.offload
 
 
 @dataclass
@@ -74,7 +74,7 @@ def late_copies() -> Iterator[Record]:
             return record.pinned[-1]
         return tensor
 
-    engine: Any = hf_emopt.engine
+    engine: Any = hf_emopt.engine.engine
     originals = engine.channel_to, engine.home_of
     engine.channel_to, engine.home_of = (lambda device: LateChannel(record)), pin
     try:
@@ -139,7 +139,7 @@ def _garbage(tensor: Tensor) -> Tensor:
 @contextmanager
 def two_streams(early: bool) -> Iterator[None]:
     """Has offloaded state that is first moved inside it take them."""
-    offload: Any = hf_emopt.offload
+    offload: Any = hf_emopt.state.offload
     original = offload.channel_to
     offload.channel_to = lambda device: TwoStreams(early)
     try:

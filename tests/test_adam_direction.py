@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_emopt.rules.adam import adam_direction
+from hf_emopt.rules.adam_direction import adam_direction
 
 BETAS, EPS = (0.9, 0.99), 1e-6
 

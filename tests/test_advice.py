@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_emopt.bench.advice import Verdict, alternatives, compare, exposed_share, report
-from hf_emopt.bench.step import Row, Settings
+from hf_emopt.tools.bench.advice import Verdict, alternatives, compare, exposed_share, report
+from hf_emopt.tools.bench.step import Row, Settings
 
 CPU = torch.device("cpu")
 

@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import pytest
 
-from hf_emopt.distributed.assignment import assign_owners
-from hf_emopt.distributed.teams import assign, rank_loads
+from hf_emopt.distributed.load_balance import assign_owners
+from hf_emopt.distributed.team_assignment import assign, rank_loads
 from hf_emopt.linalg.newton_schulz import newton_schulz_flops
 from hf_emopt.linalg.newton_schulz_sharded import newton_schulz_sharded_flops
 

@@ -8,8 +8,8 @@ import weakref
 import pytest
 import torch
 
-from hf_emopt.rules import background
-from hf_emopt.rules.background import Beside
+from hf_emopt.kernels import streams as background
+from hf_emopt.kernels.streams import Beside
 
 DEVICE = torch.device("cuda", 0)
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_emopt import channels
-from hf_emopt.channels import _Channel
+from hf_emopt.state import host_transfer as channels
+from hf_emopt.state.host_transfer import _Channel
 
 
 class FakeDevice:

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
 import hf_emopt
-from hf_emopt.cli import main
+from hf_emopt.tools.cli import main
 
 
 def tiny_config(**kwargs) -> LlamaConfig:
@@ -221,7 +221,7 @@ def test_places_that_cannot_be_written_are_found_first(
     def started(*args: object, **kwargs: object) -> None:
         raise AssertionError("processes were started")
 
-    monkeypatch.setattr("hf_emopt.commands.bench.subprocess.run", started)
+    monkeypatch.setattr("hf_emopt.tools.commands.bench.subprocess.run", started)
     folder, file = tmp_path / "folder", tmp_path / "file"
     folder.mkdir()
     file.touch()
@@ -244,6 +244,6 @@ def test_what_the_system_refuses_is_one_line_with_file_and_fix(tmp_path: Path, m
         def refused(options: object, error: OSError = error) -> int:
             raise error
 
-        monkeypatch.setattr("hf_emopt.cli.doctor.run", refused)
+        monkeypatch.setattr("hf_emopt.tools.cli.doctor.run", refused)
         assert main(["doctor"]) == 2
         assert message in capsys.readouterr().err

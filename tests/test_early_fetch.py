@@ -17,9 +17,9 @@ from test_state_dtypes import OPTIMIZERS, through_disk
 from torch import Tensor, nn
 
 import hf_emopt
-from hf_emopt.early_fetch import late_in_backward
-from hf_emopt.matrix_optimizer import MatrixOptimizer
-from hf_emopt.offload import StateOffload, room_in_buckets
+from hf_emopt.engine.prefetch import late_in_backward
+from hf_emopt.optimizers.base import MatrixOptimizer
+from hf_emopt.state.offload import StateOffload, room_in_buckets
 
 LAYERS = 12
 
@@ -28,8 +28,8 @@ LAYERS = 12
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """A piece for each matrix."""
     monkeypatch.setenv("HF_EMOPT_MAX_BUCKET_NUMEL", "1100")
-    monkeypatch.setattr("hf_emopt.stepping.MAX_BUCKET_NUMEL", 2000)
-    monkeypatch.setattr("hf_emopt.offload.PARCEL_BYTES", 2**10)
+    monkeypatch.setattr("hf_emopt.engine.adamw_bucket.MAX_BUCKET_NUMEL", 2000)
+    monkeypatch.setattr("hf_emopt.state.offload.PARCEL_BYTES", 2**10)
 
 
 class Chain(nn.Module):
@@ -283,7 +283,7 @@ def test_no_memory_left_is_said_once_and_state_comes_in_the_step(monkeypatch: py
     for seed in range(3):
         step(model, optimizer, seed)
         step(plain, other, seed)
-    bring = hf_emopt.offload.StateOffload._bring
+    bring = hf_emopt.state.offload.StateOffload._bring
     calls = []
 
     def full(self: StateOffload, loan: Any) -> None:
@@ -293,7 +293,7 @@ def test_no_memory_left_is_said_once_and_state_comes_in_the_step(monkeypatch: py
                 raise torch.OutOfMemoryError("full")
         bring(self, loan)
 
-    monkeypatch.setattr("hf_emopt.offload.StateOffload._bring", full)
+    monkeypatch.setattr("hf_emopt.state.offload.StateOffload._bring", full)
     with pytest.warns(UserWarning, match="no memory for offloaded state during the backward pass"):
         step(model, optimizer, 3)
     step(plain, other, 3)
@@ -354,10 +354,10 @@ def test_more_room_is_filled_earlier(room: str, block: int, monkeypatch: pytest.
 def test_parameters_on_the_host_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = built()
     first = [model.blocks[i].weight for i in range(5)]
-    monkeypatch.setattr("hf_emopt.early_fetch.is_offloaded", lambda p: any(p is q for q in first))
+    monkeypatch.setattr("hf_emopt.engine.prefetch.is_offloaded", lambda p: any(p is q for q in first))
     step(model, optimizer, 0)
     assert hooked(model) == ["blocks.6.weight"]
-    monkeypatch.setattr("hf_emopt.early_fetch.is_offloaded", lambda p: True)
+    monkeypatch.setattr("hf_emopt.engine.prefetch.is_offloaded", lambda p: True)
     model, optimizer = built()
     for seed in range(3):
         step(model, optimizer, seed)
@@ -435,7 +435,7 @@ def test_a_compiled_model_calls_it_too() -> None:
 def test_channels_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same streams bring state before a step and in it: their order is what keeps memory from being written to twice."""
     made = []
-    monkeypatch.setattr("hf_emopt.offload.channel_to", lambda device: made.append(device) or TwoStreams(False))
+    monkeypatch.setattr("hf_emopt.state.offload.channel_to", lambda device: made.append(device) or TwoStreams(False))
     model, optimizer = built()
     for seed in range(4):
         step(model, optimizer, seed)

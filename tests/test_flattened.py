@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from hf_emopt.checkpoint.flat_state_dict import merged
 from hf_emopt.distributed.assignment import make_plan
+from hf_emopt.distributed.flat_params import FlatTensor, Place, cut_each, cut_together
 from hf_emopt.distributed.layout import Grid, Storage, UnsupportedLayoutError
 from hf_emopt.distributed.plan import PlannedParameter
-from hf_emopt.flat_checkpoints import merged
-from hf_emopt.flattened import Flattened, FlatTensor, Place, cut_each, cut_together
+from hf_emopt.optimizers.flat_groups import Flattened
 from hf_emopt.routing.unit import Unit
 
 SHAPES = [(3, 4), (5,), (2, 3, 2), (1,)]

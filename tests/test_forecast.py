@@ -18,14 +18,14 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config
 import forecast_errors
 import hf_emopt
 from forecast_errors import FITTED, OLDER, PREDICTED
-from hf_emopt.cli import main
 from hf_emopt.distributed.assignment import BUCKET_VARIABLE
-from hf_emopt.forecast.hardware import EFFICIENCY, GPUS, HOST, NETWORKS, custom_gpu
-from hf_emopt.forecast.layouts import Layout, layout_on, place
-from hf_emopt.forecast.products import newton_schulz_seconds, product_seconds
-from hf_emopt.forecast.refreshes import refreshes
-from hf_emopt.forecast.report import MEASURED_RANKS, sources
-from hf_emopt.forecast.step import Machine, forecast
+from hf_emopt.tools.cli import main
+from hf_emopt.tools.forecast.hardware import EFFICIENCY, GPUS, HOST, NETWORKS, custom_gpu
+from hf_emopt.tools.forecast.layouts import Layout, layout_on, place
+from hf_emopt.tools.forecast.products import newton_schulz_seconds, product_seconds
+from hf_emopt.tools.forecast.refreshes import refreshes
+from hf_emopt.tools.forecast.report import MEASURED_RANKS, sources
+from hf_emopt.tools.forecast.step import Machine, forecast
 
 FAST_HOSTS = ("step_fsdp2_1.1b_2xh200_d44b7ef", "step_fsdp2_1.1b_2xh200_daf71f2")
 M = Machine(GPUS["h100"], NETWORKS["ib400"])
@@ -167,7 +167,7 @@ def test_overlap_hides_all_but_the_first_and_the_last_message() -> None:
 def test_measured_products_are_given_back() -> None:
     """Neighbours count at a measured size too: within 15 % of the table, 25 % for small matrices. 16 times the batch takes
     10 to 17 times as long."""
-    from hf_emopt.linalg.triton.configs import load_table
+    from hf_emopt.kernels.triton.configs import load_table
 
     for entry in load_table(90):
         gpu = replace(GPUS["h100"], clusters=entry.config.clusters)
@@ -198,7 +198,7 @@ def points() -> list[forecast_errors.Point]:
 
 def test_a_forecast_is_of_its_own_optimizer_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where Python gives an optimizer the address of one that is gone."""
-    monkeypatch.setattr("hf_emopt.forecast.step.id", lambda value: 1, raising=False)
+    monkeypatch.setattr("hf_emopt.tools.forecast.step.id", lambda value: 1, raising=False)
 
     def products(steps: int) -> float:
         return forecast(hf_emopt.Muon(squares(), ns_steps=steps), Layout("ddp", 1), M).products

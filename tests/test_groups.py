@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import hf_emopt
-from hf_emopt.groups import pack_units, unpack_units
+from hf_emopt.routing.packing import pack_units, unpack_units
 
 
 class Tiny(nn.Module):

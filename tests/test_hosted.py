@@ -12,9 +12,10 @@ from late_copies import late_copies
 from torch import Tensor, nn
 
 import hf_emopt
+from hf_emopt.distributed.flat_params import FlatTensor, cut_together
 from hf_emopt.distributed.layout import Grid
-from hf_emopt.flattened import Flattened, FlatTensor, cut_together
-from hf_emopt.matrix_optimizer import MatrixOptimizer
+from hf_emopt.optimizers.base import MatrixOptimizer
+from hf_emopt.optimizers.flat_groups import Flattened
 
 STEPS = 4
 RULES: dict[str, tuple[type, dict[str, Any]]] = {

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import hf_emopt
+from hf_emopt.kernels.triton import runtime
 from hf_emopt.linalg import newton_schulz
-from hf_emopt.linalg.triton import runtime
 
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "muon": lambda model, **options: hf_emopt.Muon(model, lr=0.05, weight_decay=0.1, **options),

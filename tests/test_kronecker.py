@@ -13,9 +13,9 @@ import transformers
 from torch import Tensor, nn
 
 import hf_emopt
-from hf_emopt.linalg.precision import scaled_half
-from hf_emopt.planning import estimate
-from hf_emopt.rules.factor_storage import FACTOR_STORAGE, bytes_per_element, init_factor, load_factor, store_factor
+from hf_emopt.formats.kronecker_factors import FACTOR_STORAGE, bytes_per_element, init_factor, load_factor, store_factor
+from hf_emopt.linalg.matmul_precision import scaled_half
+from hf_emopt.tools.estimate import estimate
 
 RULES = (hf_emopt.SOAP, hf_emopt.Shampoo, hf_emopt.KLShampoo)
 POLICIES = ("staggered", "synchronous", "async")

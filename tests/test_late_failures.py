@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import hf_emopt
+from hf_emopt.formats.moments import unpacked
 from hf_emopt.rules import shampoo as shampoo_rule
 from hf_emopt.rules import soap as soap_rule
-from hf_emopt.rules.moments import unpacked
 
 CASES = {
     "soap": (hf_emopt.SOAP, {"basis_method": "orthogonal_iteration"}, "basis"),

@@ -16,7 +16,7 @@ from transformers import get_scheduler
 import hf_emopt
 from hf_emopt.integrations.optim_args import parse_optim_args
 from hf_emopt.integrations.transformers import group_learning_rates, summary
-from hf_emopt.planning import estimate
+from hf_emopt.tools.estimate import estimate
 
 CLASSES = [hf_emopt.Muon, hf_emopt.NorMuon, hf_emopt.SOAP, hf_emopt.Shampoo, hf_emopt.KLShampoo]
 

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from zoo import assert_close, full, give_gradients
 
 import hf_emopt
-from hf_emopt.groups import unpack_units
 from hf_emopt.linalg.newton_schulz import newton_schulz
-from hf_emopt.routing.adapters import unpack_adapter
+from hf_emopt.routing.lora import unpack_adapter
+from hf_emopt.routing.packing import unpack_units
 from hf_emopt.routing.unit import Unit
-from hf_emopt.rules.pairs import inverse_sqrt
+from hf_emopt.rules.lora_pairs import inverse_sqrt
 
 OPTIONS: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "lora": "joint", "ns_dtype": "float64"}
 RULES = [hf_emopt.Muon, hf_emopt.NorMuon]

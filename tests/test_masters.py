@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import hf_emopt
-from hf_emopt.rules.masters import load_weights, store_weights
+from hf_emopt.formats.master_weights import load_weights, store_weights
 
 
 def round_trip(weight: Tensor, dtype: torch.dtype, policy: str) -> tuple[Tensor, Tensor, dict]:

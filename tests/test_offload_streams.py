@@ -11,8 +11,8 @@ from late_copies import two_streams
 from test_state_dtypes import OPTIMIZERS, Net, through_disk
 from torch import Tensor, nn
 
-from hf_emopt.matrix_optimizer import MatrixOptimizer
-from hf_emopt.offload import room_in_buckets
+from hf_emopt.optimizers.base import MatrixOptimizer
+from hf_emopt.state.offload import room_in_buckets
 
 STEPS = 14
 EDITS = {3: "replaced", 7: "in place", 11: "by .data"}
@@ -22,8 +22,8 @@ EDITS = {3: "replaced", 7: "in place", 11: "by .data"}
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many pieces of a small model, and parcels of a tensor or two."""
     monkeypatch.setenv("HF_EMOPT_MAX_BUCKET_NUMEL", "11000")
-    monkeypatch.setattr("hf_emopt.stepping.MAX_BUCKET_NUMEL", 13_000)
-    monkeypatch.setattr("hf_emopt.offload.PARCEL_BYTES", 2**14)
+    monkeypatch.setattr("hf_emopt.engine.adamw_bucket.MAX_BUCKET_NUMEL", 13_000)
+    monkeypatch.setattr("hf_emopt.state.offload.PARCEL_BYTES", 2**14)
 
 
 class Deep(Net):

@@ -16,9 +16,10 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import hf_emopt
+from hf_emopt.checkpoint.flat_state_dict import PRICED
+from hf_emopt.distributed.flat_params import FlatTensor, cut_together
 from hf_emopt.distributed.layout import Grid
-from hf_emopt.flat_checkpoints import PRICED
-from hf_emopt.flattened import Flattened, FlatTensor, cut_together
+from hf_emopt.optimizers.flat_groups import Flattened
 
 RANKS = 4
 SHAPES = [(32, 32), (8, 64), (16, 48), (24, 16)] * 5

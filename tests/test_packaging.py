@@ -48,7 +48,7 @@ def test_wheel_works_away_from_the_repository(wheel: Path, tmp_path: Path) -> No
     site = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(site)
     code = (
-        "import hf_emopt, torch; from hf_emopt.linalg.triton import configs; assert configs.load_table(90); "
+        "import hf_emopt, torch; from hf_emopt.kernels.triton import configs; assert configs.load_table(90); "
         "model = torch.nn.Linear(8, 4); optimizer = hf_emopt.Muon(model, lr=1e-3); "
         "model(torch.ones(1, 8)).sum().backward(); optimizer.step(); assert optimizer.transform_count == 1; "
         "print(hf_emopt.__file__)"

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import hf_emopt
-from hf_emopt.linalg.runs import Runs, runs_work
-from hf_emopt.linalg.triton import runtime
+from hf_emopt.kernels.multi_tensor import Runs, runs_work
+from hf_emopt.kernels.triton import runtime
 
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)

@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from hf_emopt import SOAP, Muon
-from hf_emopt.distributed.assignment import BucketSizes, assign_owners, make_plan
+from hf_emopt.distributed.assignment import BucketSizes, make_plan
 from hf_emopt.distributed.layout import Storage
+from hf_emopt.distributed.load_balance import assign_owners
 from hf_emopt.distributed.plan import Plan, PlannedParameter
-from hf_emopt.matrix_optimizer import MatrixOptimizer
-from hf_emopt.planned import planned_sizes
+from hf_emopt.distributed.planner import planned_sizes
+from hf_emopt.optimizers.base import MatrixOptimizer
 from hf_emopt.routing.unit import Unit
 
 

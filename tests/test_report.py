@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from hf_emopt.cli import main
-from hf_emopt.report import RunLogError, read_log
-from hf_emopt.report.page import MOST_COLUMNS, build_page
+from hf_emopt.tools.cli import main
+from hf_emopt.tools.report import RunLogError, read_log
+from hf_emopt.tools.report.page import MOST_COLUMNS, build_page
 
 BROWSER = next((b for b in ("chromium", "chromium-browser", "google-chrome", "chrome") if shutil.which(b)), None)
 needs_browser = pytest.mark.skipif(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hf_emopt.distributed.slots import assign_slots
+from hf_emopt.distributed.refresh_slots import assign_slots
 
 
 def llama(side: int, wide: int) -> list:

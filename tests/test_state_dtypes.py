@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 
 import hf_emopt
-from hf_emopt.cli import main as cli
 from hf_emopt.distributed.layout import UnsupportedLayoutError
+from hf_emopt.formats import moments
+from hf_emopt.formats.moments import packed_like, unpacked, update_packed
+from hf_emopt.formats.rounding_noise import moment_noise, weight_noise
 from hf_emopt.integrations.optim_args import parse_optim_args
-from hf_emopt.noise import moment_noise, weight_noise
-from hf_emopt.planning import estimate
-from hf_emopt.rules import moments
-from hf_emopt.rules.moments import packed_like, unpacked, update_packed
-from hf_emopt.stored import check_state_options
+from hf_emopt.state.forms import check_state_options
+from hf_emopt.tools.cli import main as cli
+from hf_emopt.tools.estimate import estimate
 
 OPTIMIZERS = {
     "muon": (hf_emopt.Muon, {"ns_dtype": "float32"}),

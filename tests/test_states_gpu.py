@@ -11,9 +11,9 @@ from test_state_dtypes import OPTIMIZERS, make
 from torch import nn
 
 import hf_emopt
-from hf_emopt.offload import room_in_buckets
-from hf_emopt.rules import moments
-from hf_emopt.rules.moments import packed_like, unpacked, update_packed
+from hf_emopt.formats import moments
+from hf_emopt.formats.moments import packed_like, unpacked, update_packed
+from hf_emopt.state.offload import room_in_buckets
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 INT8 = pytest.param(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import hf_emopt
 from hf_emopt.distributed.exchange import Arrival
 from hf_emopt.distributed.layout import UnsupportedLayoutError
-from hf_emopt.stepping import pipeline
+from hf_emopt.engine.pipeline import pipeline
 
 OPTIMIZERS = (hf_emopt.Muon, hf_emopt.NorMuon)
 

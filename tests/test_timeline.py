@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hf_emopt.bench.timeline import kind_of, sum_up
+from hf_emopt.tools.bench.timeline import kind_of, sum_up
 
 MS = 1_000_000
 

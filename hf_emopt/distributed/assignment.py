@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-from hf_emopt.distributed.layout import full_box
+from hf_emopt.distributed.cutting import _even_cuts, _rows, recut
 from hf_emopt.distributed.plan import Bucket, Plan, PlannedParameter
-from hf_emopt.distributed.segments import Cut, Segment
+from hf_emopt.distributed.segments import Segment
 
-__all__ = ["BucketSizes", "assign_owners", "bucket_sizes", "make_plan", "recut"]
+__all__ = ["BucketSizes", "bucket_sizes", "make_plan"]
+
 
 MAX_BUCKET_NUMEL = 2**26
 """Elements for each rank of a bucket of several shapes (256 MiB in float32): enough to fill a GPU, small beside the
@@ -21,25 +21,6 @@ parameters. One of a single shape may have twice as many, see :class:`BucketSize
 
 BUCKET_VARIABLE = "HF_EMOPT_MAX_BUCKET_NUMEL"
 """Environment variable with another number, the same on all ranks (``hf-emopt bench step`` measures which is faster)."""
-
-
-def assign_owners(costs: dict[str, int], world_size: int) -> dict[str, int]:
-    """Longest-processing-time-first: the costliest item goes to the least loaded rank, ties by name and rank.
-
-    Graham, "Bounds on multiprocessing timing anomalies", 1969: at most 4/3 of the optimal makespan.
-
-    Raises:
-        ValueError: when ``world_size`` is not positive.
-    """
-    if world_size < 1:
-        raise ValueError(f"world_size={world_size} must be at least 1")
-    heap = [(0, rank) for rank in range(world_size)]
-    owners: dict[str, int] = {}
-    for name in sorted(costs, key=lambda n: (-costs[n], n)):
-        load, rank = heapq.heappop(heap)
-        owners[name] = rank
-        heapq.heappush(heap, (load + costs[name], rank))
-    return owners
 
 
 class BucketSizes(NamedTuple):
@@ -222,7 +203,7 @@ class _Assignment:
 
     def _shared(self, members: Sequence[PlannedParameter]) -> dict[str, list[Segment]]:
         """Longest first to the least loaded of the ranks, with a team for a matrix that is too much for one."""
-        from hf_emopt.distributed.teams import assign
+        from hf_emopt.distributed.team_assignment import assign
 
         storage = members[0].storage
         world = storage.world_size
@@ -261,42 +242,3 @@ class _Assignment:
 
     def _add(self, rank: int, cost: int) -> None:
         self.loads[rank] += cost
-
-
-def _even_cuts(start: int, stop: int, parts: int) -> list[tuple[int, int]]:
-    """At most ``parts`` runs of near-equal length."""
-    count = min(parts, stop - start)
-    size = stop - start
-    return [(start + size * i // count, start + size * (i + 1) // count) for i in range(count)]
-
-
-def _rows(parameter: PlannedParameter, start: int, stop: int, owner: int, cost: int) -> Segment:
-    """Rows ``start:stop`` of a stack, or the whole of anything else."""
-    shape = parameter.storage.shape
-    if not shape:
-        return Segment(0, (), owner, parameter.units, cost)
-    row = parameter.row_numel
-    box = ((start * row, stop * row), *full_box(shape)[1:])
-    units = parameter.units
-    if (start, stop) != (0, parameter.rows):
-        units = tuple(replace(u, view=(stop - start, *u.view[1:])) for u in units)
-    return Segment(0, box, owner, units, cost)
-
-
-def recut(
-    parameter: PlannedParameter, team: tuple[int, ...], cost: int, method: Literal["standard", "gram"] = "standard"
-) -> list[Segment]:
-    """One matrix cut along its long side, a slice for each member of the team."""
-    shape, unit = parameter.storage.shape, parameter.units[0]
-    dim = 0 if shape[0] >= shape[1] else 1
-    spans = tuple(_even_cuts(0, shape[dim], len(team)))
-    cut = Cut((unit.shape[1], unit.shape[2]), -2 if dim in unit.rows else -1, spans, team, method)
-    segments = []
-    for owner, (start, stop) in zip(team, spans, strict=True):
-        box = list(full_box(shape))
-        box[dim] = (start, stop)
-        view = list(shape)
-        view[dim] = stop - start
-        part = replace(unit, view=tuple(view))
-        segments.append(Segment(0, tuple(box), owner, (part,), cost, team, dim, cuts=(cut,)))
-    return segments

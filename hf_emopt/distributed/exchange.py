@@ -28,7 +28,7 @@ from torch import Tensor
 
 from hf_emopt.distributed.layout import Box, Grid, Storage
 from hf_emopt.distributed.plan import Bucket, Segment
-from hf_emopt.linalg.runs import Runs, contiguous_run, fits, runs_work
+from hf_emopt.kernels.multi_tensor import Runs, contiguous_run, fits, runs_work
 
 __all__ = ["Arrival", "Exchange", "Stacks"]
 

@@ -20,7 +20,7 @@ from hf_emopt.distributed.segments import Batch, Cut, Segment
 from hf_emopt.routing.unit import Unit
 
 if TYPE_CHECKING:
-    from hf_emopt.distributed.tensor_parallel import Arrangement
+    from hf_emopt.distributed.arrangement import Arrangement
 
 __all__ = [
     "Batch",

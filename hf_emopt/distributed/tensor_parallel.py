@@ -18,31 +18,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from hf_emopt.distributed.assignment import recut
+from hf_emopt.distributed.arrangement import Arrangement, TensorCut
+from hf_emopt.distributed.cutting import recut
 from hf_emopt.distributed.layout import Box, Grid, Storage, _boxes, _is_strided, coordinates, full_box
 from hf_emopt.distributed.plan import Cut, PlannedParameter, Segment, overlap
 from hf_emopt.routing.unit import Unit
 
-__all__ = [
-    "MODES",
-    "Arrangement",
-    "TensorCut",
-    "TensorParallel",
-    "UnavailableModeError",
-    "blockwise_units",
-    "distributed_cuts",
-    "segments_of",
-    "tensor_cut",
-    "tensor_dims",
-]
+__all__ = ["UnavailableModeError", "blockwise_units", "distributed_cuts", "segments_of", "tensor_cut", "tensor_dims"]
 
-TensorParallel = Literal["auto", "layerwise", "duplicated", "distributed", "blockwise"]
-MODES: tuple[str, ...] = get_args(TensorParallel)
 
 NAMES = frozenset({"tp", "tensor", "tensor_parallel", "model", "mp"})
 """Names of mesh dimensions over which matrices are cut for their own sake; any other dimension is of data or experts."""
@@ -50,60 +38,6 @@ NAMES = frozenset({"tp", "tensor", "tensor_parallel", "model", "mp"})
 
 class UnavailableModeError(ValueError):
     """A parameter is laid out so that a mode cannot be; the message is the reason."""
-
-
-@dataclass(frozen=True)
-class TensorCut:
-    """How tensor parallelism cuts one parameter.
-
-    Attributes:
-        of_shard: for each shard of the storage, which slice it is in (all of it, or what FSDP leaves of it).
-        boxes: of each slice, in the whole's coordinates.
-    """
-
-    of_shard: tuple[int, ...]
-    boxes: tuple[tuple[Box, ...], ...]
-
-    @property
-    def size(self) -> int:
-        """Ranks of the tensor parallel dimension."""
-        return len(self.boxes)
-
-    def columns(self, storage: Storage) -> list[tuple[int, ...]]:
-        """Positions of ranks that together hold every slice: one from each, for every replica and every FSDP rank."""
-        by_slice = [[s for s, t in enumerate(self.of_shard) if t == slice_] for slice_ in range(self.size)]
-        return [
-            tuple(replica * storage.shards + shard for shard in shards)
-            for replica in range(storage.replicas)
-            for shards in zip(*by_slice, strict=True)
-        ]
-
-
-@dataclass(frozen=True)
-class Arrangement:
-    """How one parameter's matrices are transformed under tensor parallelism.
-
-    Attributes:
-        mode: one of :data:`MODES` but ``"auto"`` and ``"layerwise"``, which is the plan's own way.
-        cut: the slices.
-        costs: operations of each unit on each rank.
-        methods: of each unit's distributed iteration, ``"standard"`` or ``"gram"``.
-        recut: the slices are along the short side, and are first exchanged for slices along the long one.
-    """
-
-    mode: str
-    cut: TensorCut
-    costs: tuple[int, ...]
-    methods: tuple[Literal["standard", "gram"], ...] = ()
-    recut: bool = False
-
-    def is_local(self, storage: Storage) -> bool:
-        """Whether every rank has all of its slice, so that no weight-sized message is sent."""
-        return self.mode != "duplicated" and not self.recut and self.cut.size == storage.shards
-
-    def keeps(self, storage: Storage) -> bool:
-        """Whether what a rank computes is for itself alone."""
-        return self.mode == "duplicated" and self.cut.size == storage.shards
 
 
 def tensor_dims(params: Iterable[Tensor]) -> dict[Any, tuple[int, ...]]:
@@ -271,7 +205,7 @@ def distributed_cuts(units: Sequence[Unit], shape: tuple[int, ...], cut: TensorC
 
 
 def _long_dim(unit: Unit) -> int:
-    """The side along which :func:`~hf_emopt.distributed.assignment.recut` cuts: the first unless the other is longer."""
+    """The side along which :func:`~hf_emopt.distributed.cutting.recut` cuts: the first unless the other is longer."""
     dim = 0 if unit.view[0] >= unit.view[1] else 1
     return -2 if dim in unit.rows else -1
 

@@ -25,7 +25,7 @@ from hf_emopt.integrations.checkpoints import attach_checkpoint_hooks, synchroni
 from hf_emopt.integrations.optim_args import accepted_form, parse_optim_args, parse_value
 from hf_emopt.integrations.refusals import refuse_accelerator, refuse_layouts
 from hf_emopt.integrations.registry import OPTIMIZERS, PREFIX, optimizer_class
-from hf_emopt.matrix_optimizer import MatrixOptimizer
+from hf_emopt.optimizers.base import MatrixOptimizer
 
 __all__ = ["ENVIRONMENT_PREFIX", "Accelerator", "EmoptPlugin", "overruled_environment", "trainer_environment"]
 

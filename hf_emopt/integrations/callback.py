@@ -11,9 +11,9 @@ from transformers.trainer_utils import IntervalStrategy
 from transformers.training_args import TrainingArguments
 from transformers.utils import logging
 
-from hf_emopt.diagnostics import Level, check_level
 from hf_emopt.integrations.registry import unwrap_optimizer
-from hf_emopt.matrix_optimizer import MatrixOptimizer
+from hf_emopt.optimizers.base import MatrixOptimizer
+from hf_emopt.optimizers.diagnostics import Level, check_level
 
 __all__ = ["VARIABLE", "EmoptCallback", "MeasuringCallback", "level_of_environment"]
 
@@ -85,7 +85,7 @@ class EmoptCallback(MeasuringCallback):
     With ``Trainer(callbacks=[hf_emopt.EmoptCallback()])`` every reporter (TensorBoard, W&B, trackio, ...) and
     ``trainer_state.json`` get them. Only steps that are logged are measured: on the device, with one transfer to the host.
     Every rank measures what it holds; the first rank logs. The environment variable ``EMOPT_DIAGNOSTICS`` (``summary`` or
-    ``layers``) does the same for a script that is not edited. :mod:`hf_emopt.diagnostics` lists the figures.
+    ``layers``) does the same for a script that is not edited. :mod:`hf_emopt.optimizers.diagnostics` lists the figures.
 
     Args:
         level: ``"summary"``: figures by rule, and of the whole; ``"layers"``: those of every parameter too, which fill the

@@ -26,7 +26,8 @@ from transformers import trainer
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging
 
-from hf_emopt.checkpoint_files import (
+from hf_emopt.checkpoint.deepspeed_files import find_deepspeed
+from hf_emopt.checkpoint.files import (
     CheckpointError,
     find_fsdp_weights,
     find_optimizer_state,
@@ -34,8 +35,7 @@ from hf_emopt.checkpoint_files import (
     read_fsdp_weights,
     read_optimizer_state,
 )
-from hf_emopt.deepspeed_files import find_deepspeed
-from hf_emopt.from_adamw import is_adamw
+from hf_emopt.checkpoint.from_adamw import is_adamw
 from hf_emopt.integrations.refusals import optim_name
 from hf_emopt.integrations.registry import OPTIMIZERS, PREFIX, unwrap_optimizer
 

@@ -25,8 +25,8 @@ import accelerate.accelerator  # type: ignore[import-untyped]
 import torch
 import torch.distributed as dist
 
+from hf_emopt.distributed.flat_params import FlatTensor, cut_each, cut_together
 from hf_emopt.distributed.layout import Grid, UnsupportedLayoutError
-from hf_emopt.flattened import Flattened, FlatTensor, cut_each, cut_together
 from hf_emopt.integrations.checkpoints import MARK
 from hf_emopt.integrations.deepspeed_refusals import (
     config_problem,
@@ -36,7 +36,8 @@ from hf_emopt.integrations.deepspeed_refusals import (
     unknown_wrapper,
 )
 from hf_emopt.integrations.deepspeed_resume import hook_trainer_resume, load_weights
-from hf_emopt.matrix_optimizer import MatrixOptimizer
+from hf_emopt.optimizers.base import MatrixOptimizer
+from hf_emopt.optimizers.flat_groups import Flattened
 
 __all__ = ["attach", "load_weights", "watch"]
 

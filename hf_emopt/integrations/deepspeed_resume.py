@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from transformers import trainer
 
-from hf_emopt.checkpoint_files import CheckpointError, find_fsdp_weights, read_fsdp_weights, read_safetensors
-from hf_emopt.deepspeed_files import find_deepspeed, layout_of
+from hf_emopt.checkpoint.deepspeed_files import find_deepspeed, layout_of
+from hf_emopt.checkpoint.files import CheckpointError, find_fsdp_weights, read_fsdp_weights, read_safetensors
 from hf_emopt.distributed.layout import whole_shape
 from hf_emopt.integrations.checkpoints import MARK
-from hf_emopt.matrix_optimizer import MatrixOptimizer
+from hf_emopt.optimizers.base import MatrixOptimizer
 
 __all__ = ["hook_trainer_resume", "load_weights"]
 

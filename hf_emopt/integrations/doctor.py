@@ -15,13 +15,13 @@ import torch
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-import hf_emopt
+from hf_emopt._version import __version__
 from hf_emopt.integrations.accelerate import ENVIRONMENT_PREFIX, EmoptPlugin
 from hf_emopt.integrations.callback import level_of_environment
 from hf_emopt.integrations.config_files import problems_of_config
 from hf_emopt.integrations.sharded_checkpoints import can_save
-from hf_emopt.linalg.hopper import compile as nvrtc
-from hf_emopt.linalg.triton import configs, runtime
+from hf_emopt.kernels.hopper import compile as nvrtc
+from hf_emopt.kernels.triton import configs, runtime
 
 __all__ = ["TESTED", "Finding", "examine", "run"]
 
@@ -89,7 +89,7 @@ def run(config: str | None, as_json: bool) -> int:
 def _environment() -> Iterator[Finding]:
     section = "environment"
     yield Finding(section, "python", "ok", f"{platform.python_version()} on {platform.platform()}")
-    yield Finding(section, "hf_emopt", "ok", f"{hf_emopt.__version__} from {Path(hf_emopt.__file__).parent}")
+    yield Finding(section, "hf_emopt", "ok", f"{__version__} from {Path(__file__).parent.parent}")
     yield Finding(section, "cpu", "ok", f"{os.cpu_count()} cores, {torch.get_num_threads()} threads of torch")
     for index in range(torch.cuda.device_count()):
         card = torch.cuda.get_device_properties(index)

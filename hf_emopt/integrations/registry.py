@@ -5,8 +5,8 @@ from __future__ import annotations
 import difflib
 from typing import Any
 
-from hf_emopt.matrix_optimizer import MatrixOptimizer
 from hf_emopt.optimizers import SOAP, KLShampoo, Muon, NorMuon, Shampoo
+from hf_emopt.optimizers.base import MatrixOptimizer
 
 __all__ = ["OPTIMIZERS", "PREFIX", "optimizer_class", "unwrap_optimizer"]
 

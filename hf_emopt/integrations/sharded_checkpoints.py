@@ -19,7 +19,7 @@ import transformers
 from torch.distributed.tensor import DTensor
 from transformers.trainer_utils import SaveStrategy
 
-from hf_emopt.checkpoint_files import CheckpointError
+from hf_emopt.checkpoint.files import CheckpointError
 from hf_emopt.integrations.registry import unwrap_optimizer
 
 __all__ = ["FOLDER", "can_save", "is_sharded_at_load", "load_optimizer", "load_weights", "permitted", "save_optimizer"]

@@ -35,7 +35,7 @@ from hf_emopt.integrations.enum_members import add_string_member
 from hf_emopt.integrations.optim_args import parse_optim_args
 from hf_emopt.integrations.refusals import optim_name, refuse_deepspeed, refuse_unsupported
 from hf_emopt.integrations.registry import OPTIMIZERS, PREFIX, unwrap_optimizer
-from hf_emopt.matrix_optimizer import MatrixOptimizer
+from hf_emopt.optimizers.base import MatrixOptimizer
 
 __all__ = ["OPTIMIZERS", "DefaultCallback", "OptimizerFactory", "register", "register_optimizer", "unwrap_optimizer"]
 

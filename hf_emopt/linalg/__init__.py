@@ -2,10 +2,10 @@
 
 from hf_emopt.linalg.coefficients import NS_COEFFICIENTS, CoefficientSet, ResolvedCoefficients, resolve_coefficients
 from hf_emopt.linalg.eigenbasis import EigenbasisRefresh, eigenbasis, eigendecomposition, refresh_eigenbasis
-from hf_emopt.linalg.failures import LadderReport, LadderResult, with_ladder
 from hf_emopt.linalg.inverse_root import InverseRoot, inverse_root
+from hf_emopt.linalg.matmul_precision import matmul_precision
 from hf_emopt.linalg.newton_schulz import default_dtype, newton_schulz, newton_schulz_flops
-from hf_emopt.linalg.precision import matmul_precision
+from hf_emopt.linalg.retry_ladder import LadderReport, LadderResult, with_ladder
 
 __all__ = [
     "NS_COEFFICIENTS",

@@ -20,8 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_emopt.linalg.batches import eye_like
-from hf_emopt.linalg.precision import matmul_precision
+from hf_emopt.linalg.matmul_precision import matmul_precision
+from hf_emopt.linalg.symmetric_batches import eye_like
 
 __all__ = ["Factor", "cholesky", "triangular_solve_right"]
 

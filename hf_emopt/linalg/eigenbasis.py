@@ -13,7 +13,10 @@ from typing import Literal, NamedTuple, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from hf_emopt.linalg.batches import (
+from hf_emopt.linalg.cholesky import cholesky, triangular_solve_right
+from hf_emopt.linalg.matmul_precision import Precision, check_precision, matmul_precision, product, unit_roundoff
+from hf_emopt.linalg.split_products import general_product, gram_product
+from hf_emopt.linalg.symmetric_batches import (
     block_chunks,
     check_batch,
     eye_like,
@@ -24,9 +27,6 @@ from hf_emopt.linalg.batches import (
     relative_norm,
     spectral_bound,
 )
-from hf_emopt.linalg.cholesky import cholesky, triangular_solve_right
-from hf_emopt.linalg.precision import Precision, check_precision, matmul_precision, product, unit_roundoff
-from hf_emopt.linalg.split_products import general_product, gram_product
 
 __all__ = ["EigenbasisRefresh", "RefreshMethod", "eigenbasis", "eigendecomposition", "refresh_eigenbasis"]
 
@@ -128,7 +128,7 @@ def refresh_eigenbasis(
         iterations: this many, or with a ``tolerance`` at most this many.
         tolerance: blocks whose off-diagonal part (see ``off_diagonal``) is at most this are left alone but for the sort,
             before the first iteration and after each. Costs one read of ``(N,)`` flags on the host per iteration.
-        precision: of the products with ``A``, and of the rotation; see :mod:`hf_emopt.linalg.precision`. ``fp16`` splits its
+        precision: of the products with ``A``, and of the rotation; see :mod:`hf_emopt.linalg.matmul_precision`. ``fp16`` splits its
             factors in two. Bases are made orthonormal to float32's rounding whatever it is. ``qr`` and ``eigh`` factorise
             exactly.
         orthogonality_tolerance: largest ``orthogonality``. ``None``: 2e-5 in float32, 1e-10 in float64.

@@ -26,11 +26,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_emopt.linalg import cuda_graphs
+from hf_emopt.kernels import cuda_graphs
+from hf_emopt.kernels.triton import variants
+from hf_emopt.kernels.triton.runtime import on
 from hf_emopt.linalg.coefficients import Triple
-from hf_emopt.linalg.symmetric import Backend, _is_plain, _symmul_into, _transposed, kernels_pay, normalize_cast
-from hf_emopt.linalg.triton import variants
-from hf_emopt.linalg.triton.runtime import on
+from hf_emopt.linalg.symmetric_products import (
+    Backend,
+    _is_plain,
+    _symmul_into,
+    _transposed,
+    kernels_pay,
+    normalize_cast,
+)
 
 __all__ = ["ERROR_LIMIT", "find_restart_steps", "gram_flops", "gram_iterate", "iterate", "standard_iterate"]
 
@@ -137,12 +144,12 @@ def _product(
     out: Tensor | None = None,
 ) -> Tensor:
     """``alpha A B + beta C + diagonal I`` of commuting symmetric matrices, into a new tensor or ``out``. With a
-    ``correction`` always on the kernels; see :func:`~hf_emopt.linalg.triton.symmetric_launch.symmetric_product`."""
+    ``correction`` always on the kernels; see :func:`~hf_emopt.kernels.triton.symmetric_launch.symmetric_product`."""
     out = a.new_empty((*a.shape[:-1], a.shape[-2])) if out is None else out
     if correction is None:
         _symmul_into(a, b, c, out, alpha, beta, diagonal, backend)
         return out
-    from hf_emopt.linalg.triton.symmetric_launch import symmetric_product
+    from hf_emopt.kernels.triton.symmetric_launch import symmetric_product
 
     symmetric_product(a, b, c, out, alpha=alpha, beta=beta, diagonal=diagonal, correction=correction, power=power)
     return out
@@ -381,7 +388,7 @@ def _form_of(
 
 def _iterate_there(x: Tensor, form: _Form) -> Tensor:
     if form.one_program:
-        from hf_emopt.linalg.triton.small_launch import small_gram_newton_schulz
+        from hf_emopt.kernels.triton.small_launch import small_gram_newton_schulz
 
         assert form.restarts is not None
         out = torch.empty_like(form.likes[0], device=x.device)
@@ -405,7 +412,7 @@ def _start(x: Tensor, factor: float, backend: Backend, out: Tensor, correction: 
     if correction is None:
         normalize_cast(x, out.dtype, factor, out=out, backend=backend)
         return
-    from hf_emopt.linalg.triton.estimated_launch import estimated_cast
+    from hf_emopt.kernels.triton.estimated_launch import estimated_cast
 
     if _transposed(x):
         x, out = x.mT, out.mT

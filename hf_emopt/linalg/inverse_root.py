@@ -14,7 +14,17 @@ from typing import Literal, NamedTuple, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from hf_emopt.linalg.batches import (
+from hf_emopt.linalg.inverse_root_fp16 import SINGLE_EPSILON, SPLIT_ROUNDOFF, half_newton
+from hf_emopt.linalg.inverse_root_schedule import Polynomial, higher_order_schedule, newton_schedule
+from hf_emopt.linalg.matmul_precision import (
+    Precision,
+    add_product,
+    check_precision,
+    matmul_precision,
+    product,
+    unit_roundoff,
+)
+from hf_emopt.linalg.symmetric_batches import (
     block_chunks,
     check_batch,
     eye_like,
@@ -24,16 +34,6 @@ from hf_emopt.linalg.batches import (
     random_probes,
     relative_norm,
     spectral_bound,
-)
-from hf_emopt.linalg.half_newton import SINGLE_EPSILON, SPLIT_ROUNDOFF, half_newton
-from hf_emopt.linalg.newton_schedule import Polynomial, higher_order_schedule, newton_schedule
-from hf_emopt.linalg.precision import (
-    Precision,
-    add_product,
-    check_precision,
-    matmul_precision,
-    product,
-    unit_roundoff,
 )
 
 __all__ = ["InverseRoot", "RootSolver", "inverse_root"]
@@ -95,7 +95,7 @@ def inverse_root(
         solver: ``eigh``; ``coupled_newton``, the coupled inverse Newton iteration (Guo and Higham 2006; Higham, Functions
             of Matrices, 7.18) with steps scaled to the spectrum's bounds; or ``coupled_higher_order``, its third-order
             form (Lakic 1998), unscaled.
-        precision: of the products in coupled Newton, see :mod:`hf_emopt.linalg.precision`. The higher-order form amplifies
+        precision: of the products in coupled Newton, see :mod:`hf_emopt.linalg.matmul_precision`. The higher-order form amplifies
             rounding and takes ``highest`` only; ``eigh`` always computes exactly.
         tolerance: an iteration has converged when ``|M - I|_F^2`` before its last step is at most this, since that step
             squares the error. ``None``, and the least there is: the rounding level of ``precision``, 16 unit roundoffs

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hf_emopt.linalg.coefficients import CoefficientSpec, ResolvedCoefficients, resolve_coefficients
 from hf_emopt.linalg.gram_newton_schulz import find_restart_steps, iterate
-from hf_emopt.linalg.symmetric import add_product, gram, kernels_pay, symmetric_polynomial
+from hf_emopt.linalg.symmetric_products import add_product, gram, kernels_pay, symmetric_polynomial
 
 __all__ = ["Method", "Normalization", "default_dtype", "newton_schulz", "newton_schulz_flops"]
 

@@ -28,7 +28,7 @@ from hf_emopt.linalg.newton_schulz import (
     _check_normalization,
     default_dtype,
 )
-from hf_emopt.linalg.symmetric import add_product, gram, symmetric_polynomial
+from hf_emopt.linalg.symmetric_products import add_product, gram, symmetric_polynomial
 
 __all__ = [
     "Method",

@@ -14,10 +14,10 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from hf_emopt.linalg.precision import multiply_16
-from hf_emopt.linalg.symmetric import kernels_pay
-from hf_emopt.linalg.triton import split_launch
-from hf_emopt.linalg.triton.split_launch import LOW
+from hf_emopt.kernels.triton import split_launch
+from hf_emopt.kernels.triton.split_launch import LOW
+from hf_emopt.linalg.matmul_precision import multiply_16
+from hf_emopt.linalg.symmetric_products import kernels_pay
 
 __all__ = ["Parts", "general_product", "gram_product", "joined", "split", "split_product"]
 

@@ -7,17 +7,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hf_emopt.distributed.arrangement import TensorParallel
 from hf_emopt.distributed.layout import ProcessGroupArgument
-from hf_emopt.distributed.tensor_parallel import TensorParallel
-from hf_emopt.groups import ParamsArgument
-from hf_emopt.matrix_optimizer import MatrixOptimizer
+from hf_emopt.formats.master_weights import LowPrecisionWeights
+from hf_emopt.formats.moments import StateDtype
+from hf_emopt.optimizers.base import MatrixOptimizer
 from hf_emopt.optimizers.options import as_tuple, aux_defaults, dtype_name
-from hf_emopt.routing.adapters import LoraMode
+from hf_emopt.optimizers.param_groups import ParamsArgument
+from hf_emopt.routing.lora import LoraMode
 from hf_emopt.rules.base import Group
-from hf_emopt.rules.masters import LowPrecisionWeights
-from hf_emopt.rules.moments import StateDtype
 from hf_emopt.rules.muon import AdjustLrFn, CompatName, LoraScale, MuonRule, NorMuonRule
-from hf_emopt.stored import OffloadState
+from hf_emopt.state.forms import OffloadState
 
 __all__ = ["Muon", "NorMuon"]
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_emopt.groups import Derived
+from hf_emopt.optimizers.param_groups import Derived
 from hf_emopt.rules.base import Group
 
 __all__ = ["PEAK_LR", "as_tuple", "aux_defaults", "dtype_name", "one_sided"]

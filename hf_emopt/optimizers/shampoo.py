@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 from hf_emopt.distributed.layout import ProcessGroupArgument
-from hf_emopt.groups import Derived, ParamsArgument
-from hf_emopt.linalg.precision import Precision
-from hf_emopt.matrix_optimizer import MatrixOptimizer
+from hf_emopt.formats.kronecker_factors import FactorStorageName
+from hf_emopt.formats.master_weights import LowPrecisionWeights
+from hf_emopt.formats.moments import StateDtype
+from hf_emopt.linalg.matmul_precision import Precision
+from hf_emopt.optimizers.base import MatrixOptimizer
 from hf_emopt.optimizers.options import PEAK_LR, as_tuple, aux_defaults, dtype_name, one_sided
+from hf_emopt.optimizers.param_groups import Derived, ParamsArgument
 from hf_emopt.rules.base import Group
-from hf_emopt.rules.checks import check_flags
-from hf_emopt.rules.factor_storage import FactorStorageName
 from hf_emopt.rules.kronecker import Oversize, Refresh
-from hf_emopt.rules.masters import LowPrecisionWeights
-from hf_emopt.rules.moments import StateDtype
 from hf_emopt.rules.shampoo import Grafting, KLShampooRule, ShampooRule
-from hf_emopt.stored import OffloadState
+from hf_emopt.rules.validation import check_flags
+from hf_emopt.state.forms import OffloadState
 
 __all__ = ["KLShampoo", "Shampoo"]
 

@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 from hf_emopt.distributed.layout import ProcessGroupArgument
-from hf_emopt.groups import ParamsArgument
-from hf_emopt.linalg.precision import Precision
-from hf_emopt.matrix_optimizer import MatrixOptimizer
+from hf_emopt.formats.kronecker_factors import FactorStorageName
+from hf_emopt.formats.master_weights import LowPrecisionWeights
+from hf_emopt.formats.moments import StateDtype
+from hf_emopt.linalg.matmul_precision import Precision
+from hf_emopt.optimizers.base import MatrixOptimizer
 from hf_emopt.optimizers.options import PEAK_LR, as_tuple, aux_defaults, dtype_name, one_sided
+from hf_emopt.optimizers.param_groups import ParamsArgument
 from hf_emopt.rules.base import Group
-from hf_emopt.rules.checks import check_flags
-from hf_emopt.rules.factor_storage import FactorStorageName
 from hf_emopt.rules.kronecker import Oversize, Refresh
-from hf_emopt.rules.masters import LowPrecisionWeights
-from hf_emopt.rules.moments import StateDtype
 from hf_emopt.rules.soap import SoapRule
-from hf_emopt.stored import OffloadState
+from hf_emopt.rules.validation import check_flags
+from hf_emopt.state.forms import OffloadState
 
 __all__ = ["SOAP"]
 
@@ -57,11 +57,11 @@ class SOAP(MatrixOptimizer):
             are as accurate as the third's and faster, while bases are refreshed and Shampoo's roots made nearly as in the
             first. What ``"tf32"`` leaves of these is felt in the loss; see docs/convergence.md.
         factor_storage: ``"float32"``, ``"packed"`` (one triangle), ``"bfloat16"``, ``"float16"`` or ``"int8"`` (diagonal in
-            float32, correlations in 8 bits); see :mod:`hf_emopt.rules.factor_storage`.
+            float32, correlations in 8 bits); see :mod:`hf_emopt.formats.kronecker_factors`.
         basis_dtype: dtype in which bases are kept.
         tolerated_failures: refreshes of one block that may fail in a row before an error is raised.
         weight_decay_type: of matrices, ``"decoupled"``, ``"l2"``, ``"corrected"`` or ``"independent"``; see
-            :func:`hf_emopt.rules.elementwise.decay_factor`. The AdamW part's is decoupled.
+            :func:`hf_emopt.rules.adamw.decay_factor`. The AdamW part's is decoupled.
         compat: ``"paper"`` follows the reference implementation step by step; needs ``refresh="synchronous"``.
         aux_lr, aux_betas, aux_eps, aux_weight_decay: of the AdamW part; ``None`` takes the matrices' value.
         matrix_modules, aux_modules: regular expressions on dotted parameter names that override the routing.

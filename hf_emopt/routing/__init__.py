@@ -1,8 +1,8 @@
 """Routing: which parts of which parameter are matrices, decided by the types of the modules that use them."""
 
-from .architectures import ArchitectureRule, register_architecture
-from .parameter import Decision, ParameterInfo, aux, matrix
-from .route import (
+from hf_emopt.routing.architectures import ArchitectureRule, register_architecture
+from hf_emopt.routing.parameter import Decision, ParameterInfo, aux, matrix
+from hf_emopt.routing.route import (
     ParameterRoute,
     RouteTable,
     coverage_warning,
@@ -10,7 +10,7 @@ from .route import (
     route_parameters,
     route_parameters_list,
 )
-from .unit import Unit
+from hf_emopt.routing.unit import Unit
 
 __all__ = [
     "ArchitectureRule",

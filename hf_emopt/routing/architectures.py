@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 
 from torch import nn
 
-from . import attention, blocks
-from .parameter import ArchitectureRule, Decision, ParameterInfo, class_names
+from hf_emopt.routing import attention, blocks
+from hf_emopt.routing.parameter import ArchitectureRule, Decision, ParameterInfo, class_names
 
 __all__ = ["ArchitectureRule", "family_rule", "register_architecture"]
 

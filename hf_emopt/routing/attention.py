@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from torch import nn
 
-from .layouts import Parts, grouped_rows, rows
-from .parameter import ArchitectureRule, Decision, ParameterInfo, class_names, head_size, matrix, setting
-from .unit import Unit
+from hf_emopt.routing.layouts import Parts, grouped_rows, rows
+from hf_emopt.routing.parameter import (
+    ArchitectureRule,
+    Decision,
+    ParameterInfo,
+    class_names,
+    head_size,
+    matrix,
+    setting,
+)
+from hf_emopt.routing.unit import Unit
 
 __all__ = [
     "codegen",

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from torch import nn
 
-from .layouts import Parts, expert_stack, grouped_rows, rows
-from .parameter import ArchitectureRule, Decision, ParameterInfo, class_names, matrix, setting
-from .unit import Unit
+from hf_emopt.routing.layouts import Parts, expert_stack, grouped_rows, rows
+from hf_emopt.routing.parameter import ArchitectureRule, Decision, ParameterInfo, class_names, matrix, setting
+from hf_emopt.routing.unit import Unit
 
 __all__ = [
     "bare_projection",

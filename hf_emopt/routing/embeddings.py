@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from .parameter import ParameterInfo, class_names, global_shape
+from hf_emopt.routing.parameter import ParameterInfo, class_names, global_shape
 
 __all__ = ["HEAD_NAMES", "is_embedding", "is_linear", "special_parameters"]
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
-from .unit import Unit
+from hf_emopt.routing.unit import Unit
 
 __all__ = ["conv", "expert_stack", "grouped_rows", "heads", "rows", "transposed_conv"]
 

@@ -7,11 +7,11 @@ import re
 
 from torch import nn
 
-from .architectures import family_rule
-from .embeddings import is_embedding, is_linear
-from .layouts import conv, expert_stack, heads, transposed_conv
-from .parameter import Decision, ParameterInfo, aux, class_names, head_size, matrix
-from .unit import Unit
+from hf_emopt.routing.architectures import family_rule
+from hf_emopt.routing.embeddings import is_embedding, is_linear
+from hf_emopt.routing.layouts import conv, expert_stack, heads, transposed_conv
+from hf_emopt.routing.parameter import Decision, ParameterInfo, aux, class_names, head_size, matrix
+from hf_emopt.routing.unit import Unit
 
 __all__ = ["decide"]
 

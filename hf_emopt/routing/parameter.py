@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .unit import Unit
+from hf_emopt.routing.unit import Unit
 
 __all__ = [
     "ArchitectureRule",

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .architectures import family_rule
-from .attention import is_latent_attention
-from .overrides import Patterns
-from .parameter import ParameterInfo, class_names, head_size, iter_parameters, setting
-from .unit import Unit
+from hf_emopt.routing.architectures import family_rule
+from hf_emopt.routing.attention import is_latent_attention
+from hf_emopt.routing.overrides import Patterns
+from hf_emopt.routing.parameter import ParameterInfo, class_names, head_size, iter_parameters, setting
+from hf_emopt.routing.unit import Unit
 
 __all__ = ["HeadRows", "QueryKey", "find_query_key"]
 

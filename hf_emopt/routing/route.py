@@ -7,14 +7,15 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor, nn
 
-from .adapters import LORA_MODES, link_adapters
-from .embeddings import special_parameters
-from .layouts import conv
-from .module_types import decide
-from .overrides import Patterns
-from .parameter import Decision, ParameterInfo, aux, class_names, global_shape, iter_parameters, matrix
-from .table import ParameterRoute, RouteTable, coverage_warning
-from .unit import Unit
+from hf_emopt.routing.embeddings import special_parameters
+from hf_emopt.routing.layouts import conv
+from hf_emopt.routing.link_adapters import link_adapters
+from hf_emopt.routing.lora import LORA_MODES
+from hf_emopt.routing.module_types import decide
+from hf_emopt.routing.overrides import Patterns
+from hf_emopt.routing.parameter import Decision, ParameterInfo, aux, class_names, global_shape, iter_parameters, matrix
+from hf_emopt.routing.table import ParameterRoute, RouteTable, coverage_warning
+from hf_emopt.routing.unit import Unit
 
 __all__ = [
     "ParameterRoute",

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, overload
 
-from .unit import Unit
+from hf_emopt.routing.unit import Unit
 
 if TYPE_CHECKING:
-    from .adapters import Adapter
+    from hf_emopt.routing.lora import Adapter
 
 __all__ = ["ParameterRoute", "RouteTable", "coverage_warning"]
 

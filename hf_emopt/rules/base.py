@@ -2,7 +2,7 @@
 
 A rule sees tensors and hyperparameters, never ranks, shards, modules or a Trainer. Between its phases somebody else
 moves bytes: ``accumulate`` runs where the gradient lies, ``transform`` where the whole matrix is, and the update comes
-back to the parameter, where :mod:`hf_emopt.rules.elementwise` applies it.
+back to the parameter, where :mod:`hf_emopt.rules.adamw` applies it.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from hf_emopt.linalg.newton_schulz_sharded import ShardedCost
-from hf_emopt.rules.pairs import Factor
+from hf_emopt.rules.lora_pairs import Factor
 
 if TYPE_CHECKING:
-    from hf_emopt.routing.adapters import Adapter
+    from hf_emopt.routing.lora import Adapter
 
 __all__ = ["Clock", "Group", "MatrixRule", "Shard", "state_dtype"]
 
@@ -222,7 +222,7 @@ class MatrixRule(ABC):
         """Updates of both factors of a batch of LoRA adapters, which are invariant to the basis that they are written in.
 
         Args:
-            still, starting: the factors, with ``rank`` columns each; see :func:`~hf_emopt.rules.pairs.pair_update`.
+            still, starting: the factors, with ``rank`` columns each; see :func:`~hf_emopt.rules.lora_pairs.pair_update`.
             scaling: ``(N, 1, 1)``, what the model multiplies each product by.
             shape: outputs and inputs of the products.
 

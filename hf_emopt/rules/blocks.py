@@ -15,9 +15,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from hf_emopt.linalg.precision import Precision, multiply_16, scaled_half
-from hf_emopt.linalg.symmetric import kernels_pay
-from hf_emopt.linalg.triton import half_launch
+from hf_emopt.kernels.triton import half_launch
+from hf_emopt.linalg.matmul_precision import Precision, multiply_16, scaled_half
+from hf_emopt.linalg.symmetric_products import kernels_pay
 
 __all__ = [
     "BlockClass",
@@ -171,7 +171,7 @@ def mode_products(x: Tensor, matrices: Sequence[tuple[int, Tensor]], precision: 
     """Several of :func:`mode_product`, one after another: ``(dimension, matrix)``.
 
     With ``fp16`` as :func:`half_mode_products`; matrices of another precision are multiplied as the context says
-    (:func:`~hf_emopt.linalg.precision.matmul_precision`).
+    (:func:`~hf_emopt.linalg.matmul_precision.matmul_precision`).
     """
     if precision == "fp16" and x.dtype == torch.float32 and x.ndim == 3 and matrices:
         return rounded_mode_products(x, rounded(matrices))

@@ -16,13 +16,13 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from hf_emopt.linalg.precision import Precision, matmul_precision, scaled_half
-from hf_emopt.linalg.symmetric import accumulate_gram
+from hf_emopt.formats.kronecker_factors import FACTOR_STORAGE, init_factor, load_factor, store_factor
+from hf_emopt.linalg.matmul_precision import Precision, matmul_precision, scaled_half
+from hf_emopt.linalg.symmetric_products import accumulate_gram
 from hf_emopt.rules.base import Clock, Group, state_dtype
 from hf_emopt.rules.blocks import BlockGrid, BlockState, unfold
-from hf_emopt.rules.checks import check_choice, check_flags, check_whole
-from hf_emopt.rules.factor_storage import FACTOR_STORAGE, init_factor, load_factor, store_factor
 from hf_emopt.rules.refresh import REFRESHES, Refresh, RefreshingRule
+from hf_emopt.rules.validation import check_choice, check_flags, check_whole
 
 __all__ = ["Gate", "KroneckerRule", "Oversize", "Refresh", "gate_of"]
 

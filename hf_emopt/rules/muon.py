@@ -26,11 +26,11 @@ from hf_emopt.linalg.newton_schulz_sharded import (
     sharded_seconds,
 )
 from hf_emopt.rules.base import Clock, Group, MatrixRule, Shard, state_dtype
-from hf_emopt.rules.checks import check_choice, check_flags, check_number, check_whole
-from hf_emopt.rules.pairs import Factor, pair_update
+from hf_emopt.rules.lora_pairs import Factor, pair_update
+from hf_emopt.rules.validation import check_choice, check_flags, check_number, check_whole
 
 if TYPE_CHECKING:
-    from hf_emopt.routing.adapters import Adapter
+    from hf_emopt.routing.lora import Adapter
 
 __all__ = [
     "ADJUST_LR_FNS",

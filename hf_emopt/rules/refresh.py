@@ -17,13 +17,13 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from hf_emopt.linalg.failures import LadderReport
-from hf_emopt.linalg.precision import matmul_precision
-from hf_emopt.rules.background import Background, Beside
+from hf_emopt.kernels.streams import Background, Beside
+from hf_emopt.linalg.matmul_precision import matmul_precision
+from hf_emopt.linalg.retry_ladder import LadderReport
 from hf_emopt.rules.base import Clock, Group
 from hf_emopt.rules.blocks import BlockState, Side
-from hf_emopt.rules.refreshed import Flight, Refreshed, Snapshot, Unread, alike_sides, of_same_blocks
-from hf_emopt.rules.schedule import ScheduledRule
+from hf_emopt.rules.refresh_results import Flight, Refreshed, Snapshot, Unread, alike_sides, of_same_blocks
+from hf_emopt.rules.refresh_schedule import ScheduledRule
 
 __all__ = ["REFRESHES", "Refresh", "RefreshingRule"]
 

@@ -14,26 +14,18 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from hf_emopt.linalg.batches import finite_blocks
-from hf_emopt.linalg.cuda_graphs import replayed
-from hf_emopt.linalg.failures import with_ladder
+from hf_emopt.kernels.cuda_graphs import replayed
 from hf_emopt.linalg.inverse_root import RootSolver, inverse_root
-from hf_emopt.rules.adam import adam_direction
+from hf_emopt.linalg.retry_ladder import with_ladder
+from hf_emopt.linalg.symmetric_batches import finite_blocks
+from hf_emopt.rules.adam_direction import adam_direction
 from hf_emopt.rules.base import Clock, Group
-from hf_emopt.rules.blocks import (
-    BlockState,
-    Side,
-    half_mode_products,
-    mode_products,
-    peak_of_positive,
-    rounded,
-    unfold,
-)
-from hf_emopt.rules.checks import check_betas, check_choice, check_flags, check_number, check_whole
-from hf_emopt.rules.conditioning import condition_of_root
+from hf_emopt.rules.blocks import BlockState, Side, half_mode_products, mode_products, peak_of_positive, rounded, unfold
+from hf_emopt.rules.condition_number import condition_of_root
 from hf_emopt.rules.kronecker import FACTOR_DTYPES, Gate, KroneckerRule, gate_of
 from hf_emopt.rules.refresh import LATE
-from hf_emopt.rules.refreshed import Refreshed, Snapshot
+from hf_emopt.rules.refresh_results import Refreshed, Snapshot
+from hf_emopt.rules.validation import check_betas, check_choice, check_flags, check_number, check_whole
 
 __all__ = ["GRAFTING", "Grafting", "KLShampooRule", "ShampooRule"]
 

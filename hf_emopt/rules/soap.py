@@ -14,11 +14,11 @@ from typing import ClassVar, get_args
 import torch
 from torch import Tensor
 
-from hf_emopt.linalg.cuda_graphs import replayed
+from hf_emopt.kernels.cuda_graphs import replayed
 from hf_emopt.linalg.eigenbasis import EigenbasisRefresh, RefreshMethod, refresh_eigenbasis
-from hf_emopt.linalg.failures import with_ladder
-from hf_emopt.linalg.precision import Precision, product
-from hf_emopt.rules.adam import adam_direction
+from hf_emopt.linalg.matmul_precision import Precision, product
+from hf_emopt.linalg.retry_ladder import with_ladder
+from hf_emopt.rules.adam_direction import adam_direction
 from hf_emopt.rules.base import Clock, Group
 from hf_emopt.rules.blocks import (
     BlockState,
@@ -31,10 +31,10 @@ from hf_emopt.rules.blocks import (
     rounded_mode_products,
     unfold,
 )
-from hf_emopt.rules.checks import check_betas, check_choice, check_number
-from hf_emopt.rules.conditioning import condition_in_basis, condition_of_spectrum
+from hf_emopt.rules.condition_number import condition_in_basis, condition_of_spectrum
 from hf_emopt.rules.kronecker import FACTOR_DTYPES, Gate, KroneckerRule, gate_of
-from hf_emopt.rules.refreshed import Refreshed, Snapshot
+from hf_emopt.rules.refresh_results import Refreshed, Snapshot
+from hf_emopt.rules.validation import check_betas, check_choice, check_number
 
 __all__ = ["SoapRule"]
 

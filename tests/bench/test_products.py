@@ -8,7 +8,7 @@ import types
 import pytest
 import torch
 
-from hf_emopt.bench import products, timing
+from hf_emopt.tools.bench import products, timing
 
 
 @pytest.fixture

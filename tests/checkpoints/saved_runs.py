@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from zoo import RULES, backward, build, weights, wrap, zoo
 
-from hf_emopt.matrix_optimizer import MatrixOptimizer
+from hf_emopt.optimizers.base import MatrixOptimizer
 
 STEPS = 5
 DEAD = ("blocks.linears.d.weight", "blocks.short.rows3.bias")

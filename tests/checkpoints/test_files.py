@@ -19,9 +19,9 @@ from saved_runs import FROZEN, RULE_NAMES, make, save, saved_run, train
 from torch import nn
 
 import hf_emopt
-from hf_emopt.checkpoint_files import find_optimizer_state, problem_with, read_optimizer_state
-from hf_emopt.cli import main
-from hf_emopt.inspection import inspect_checkpoint
+from hf_emopt.checkpoint.files import find_optimizer_state, problem_with, read_optimizer_state
+from hf_emopt.checkpoint.inspection import inspect_checkpoint
+from hf_emopt.tools.cli import main
 
 
 @pytest.fixture(scope="module")

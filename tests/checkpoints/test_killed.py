@@ -18,7 +18,7 @@ from saved_runs import digest
 from torch import Tensor, nn
 
 import hf_emopt
-from hf_emopt.checkpoint_files import problem_with, read_optimizer_state
+from hf_emopt.checkpoint.files import problem_with, read_optimizer_state
 
 KILLS = 50
 LAST = 10_000

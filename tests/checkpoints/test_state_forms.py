@@ -12,7 +12,7 @@ from harness import Worlds
 from saved_runs import resumed_run, saved_run
 from zoo import assert_close
 
-from hf_emopt.rules import moments
+from hf_emopt.formats import moments
 
 NO_LIBRARY = pytest.mark.skipif(
     importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed"

@@ -14,8 +14,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import hf_emopt
-from hf_emopt.bench.advice import exposed_share, measure_alternatives
-from hf_emopt.bench.step import (
+from hf_emopt.distributed.assignment import BUCKET_VARIABLE
+from hf_emopt.tools.bench.advice import exposed_share, measure_alternatives
+from hf_emopt.tools.bench.step import (
     Row,
     Settings,
     add_profiles,
@@ -26,11 +27,10 @@ from hf_emopt.bench.step import (
     refresh_schedule,
     summary,
 )
-from hf_emopt.bench.step_models import build_model, check_layout, lay_out
-from hf_emopt.bench.step_optimizers import OPTIMIZERS
-from hf_emopt.bench.step_report import about, plot, save, table
-from hf_emopt.cli import main
-from hf_emopt.distributed.assignment import BUCKET_VARIABLE
+from hf_emopt.tools.bench.step_models import build_model, check_layout, lay_out
+from hf_emopt.tools.bench.step_optimizers import OPTIMIZERS
+from hf_emopt.tools.bench.step_report import about, plot, save, table
+from hf_emopt.tools.cli import main
 
 TINY = {"model": "tiny", "tokens": 16, "length": 16, "steps": 1, "warmup": 1}
 MATRICES = 2 * 7
@@ -84,7 +84,7 @@ def test_schedules_of_refreshes(optimizer: Any, schedule: tuple[int, int]) -> No
 
 
 def test_steps_that_differ_by_schedule_count_by_their_mean(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_emopt.bench.step.dist.all_reduce", lambda tensor, op: None)
+    monkeypatch.setattr("hf_emopt.tools.bench.step.dist.all_reduce", lambda tensor, op: None)
     times = {"step": [10.0, 10.0, 40.0], "optimizer": [1.0, 1.0, 31.0]}
     bare = {"optimizer_name": "none", **summary({"step": [9.0] * 3, "optimizer": [0.0] * 3}, 60, torch.device("cpu"))}
     plain = {"optimizer_name": "muon", **summary(times, 60, torch.device("cpu"))}

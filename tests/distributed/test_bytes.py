@@ -17,7 +17,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from zoo import RULES, Block, Zoo, backward, build, local, matrices, train, wrap, zoo
 
 import hf_emopt
-from hf_emopt.matrix_optimizer import MatrixOptimizer
+from hf_emopt.optimizers.base import MatrixOptimizer
 
 SIDES = (24, 36)
 NUMEL = 24 * 36

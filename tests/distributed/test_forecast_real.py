@@ -12,11 +12,11 @@ from harness import World
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_emopt
-from hf_emopt.bench.step_models import lay_out
 from hf_emopt.distributed.layout import local_tensor
-from hf_emopt.forecast.amounts import bucket_amounts, memory
-from hf_emopt.forecast.layouts import Layout, place
-from hf_emopt.matrix_optimizer import MatrixOptimizer
+from hf_emopt.optimizers.base import MatrixOptimizer
+from hf_emopt.tools.bench.step_models import lay_out
+from hf_emopt.tools.forecast.amounts import bucket_amounts, memory
+from hf_emopt.tools.forecast.layouts import Layout, place
 
 RULES: dict[str, tuple[type[MatrixOptimizer], dict[str, Any]]] = {
     "muon": (hf_emopt.Muon, {}),

@@ -15,7 +15,7 @@ from harness import World, Worlds
 from torch import Tensor, nn
 from zoo import assert_close, backward, bare, build, local, matrices, steps_of, train, weights, wrap, zoo
 
-from hf_emopt.matrix_optimizer import MatrixOptimizer
+from hf_emopt.optimizers.base import MatrixOptimizer
 
 LAYOUTS = ("ddp", "fsdp2", "hsdp")
 

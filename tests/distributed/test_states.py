@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor, Shard
 from zoo import RULES, assert_close, backward, build, distribute, local, matrices, single, steps_of, weights, wrap, zoo
 
 from hf_emopt.distributed.layout import UnsupportedLayoutError
-from hf_emopt.matrix_optimizer import MatrixOptimizer
-from hf_emopt.offload import room_in_buckets
-from hf_emopt.rules import moments
+from hf_emopt.formats import moments
+from hf_emopt.optimizers.base import MatrixOptimizer
+from hf_emopt.state.offload import room_in_buckets
 
 LAYOUTS = ("ddp", "fsdp2", "hsdp")
 NO_LIBRARY = pytest.mark.skipif(

@@ -18,9 +18,9 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from zoo import RULES, assert_close, build, distribute, full, give_gradients, matrices, weights
 
 import hf_emopt
-from hf_emopt.arranging import ModeOverrides
 from hf_emopt.distributed.assignment import make_plan
 from hf_emopt.distributed.layout import build_grids
+from hf_emopt.distributed.tensor_parallel_choice import ModeOverrides
 from hf_emopt.integrations.optim_args import parse_optim_args
 from hf_emopt.linalg.newton_schulz import newton_schulz_flops
 

@@ -24,7 +24,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.phi3.modeling_phi3 import Phi3Attention
 
 import hf_emopt
-from hf_emopt.matrix_optimizer import MatrixOptimizer
+from hf_emopt.optimizers.base import MatrixOptimizer
 
 SAMPLES = 12
 """Samples of a global batch: shared evenly by 1, 2, 3 or 4 ranks."""

@@ -33,7 +33,7 @@ LIMIT = 200.0
 PROGRAMS = {
     "accelerate": "accelerate.commands.accelerate_cli",
     "torchrun": "torch.distributed.run",
-    "hf-emopt": "hf_emopt.cli",
+    "hf-emopt": "hf_emopt.tools.cli",
     "pip": "pip",
 }
 """Console scripts that are modules."""

@@ -11,7 +11,7 @@ from commands import ROOT
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_emopt
-from hf_emopt.planning import estimate
+from hf_emopt.tools.estimate import estimate
 
 BLOCKS = {"max_preconditioner_dim": 2048}
 ROWS: list[tuple[str, list[tuple[type, dict[str, Any]]]]] = [

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
     ],
 )
 def test_the_page_names_every_quantity(name: str) -> None:
-    from hf_emopt.diagnostics import QUANTITIES
+    from hf_emopt.optimizers.diagnostics import QUANTITIES
 
     assert name in QUANTITIES
     assert f"| `{name}` |" in (ROOT / "docs" / "diagnostics.md").read_text(encoding="utf-8")

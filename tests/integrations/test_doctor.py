@@ -13,11 +13,11 @@ import torch
 import yaml
 from accelerate.utils import DistributedType
 
-from hf_emopt.cli import main
 from hf_emopt.integrations import doctor
 from hf_emopt.integrations.deepspeed_refusals import config_problem
 from hf_emopt.integrations.refusals import refuse_accelerator
-from hf_emopt.linalg.triton import runtime
+from hf_emopt.kernels.triton import runtime
+from hf_emopt.tools.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 

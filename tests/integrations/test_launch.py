@@ -15,9 +15,9 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 
 import hf_emopt
-from hf_emopt.cli import main
 from hf_emopt.integrations import launch as launcher
 from hf_emopt.integrations.launch import environment_of, split_config
+from hf_emopt.tools.cli import main
 
 ROOT = Path(hf_emopt.__file__).parents[1]
 CONFIGS = sorted(p for p in (ROOT / "configs").glob("*.yaml") if "distributed_type" in p.read_text())
@@ -74,7 +74,7 @@ def test_block_becomes_environment_and_the_rest_accelerates(tmp_path: Path) -> N
 def test_script_gets_arguments_environment_and_gives_its_status(status: int, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SHOW)
     out = tmp_path / "out.json"
-    command = [sys.executable, "-c", "import sys; from hf_emopt.cli import main; sys.exit(main())", "launch"]
+    command = [sys.executable, "-c", "import sys; from hf_emopt.tools.cli import main; sys.exit(main())", "launch"]
     arguments = [
         "--config_file",
         write(tmp_path, BLOCK),

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import hf_emopt
 from hf_emopt import MaxLogits, qk_clip
-from hf_emopt.rules.masters import load_weights
+from hf_emopt.formats.master_weights import load_weights
 
 _SHARED = {"qwen3", "qwen3_next", "gemma3", "persimmon"}
 """Families in which one norm weight stands for all heads."""

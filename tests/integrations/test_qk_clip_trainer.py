@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from hf_emopt import MaxLogits, QKClipCallback, qk_clip
-from hf_emopt.qk_clip import ClipReport
+from hf_emopt.optimizers.qk_clip import ClipReport
 
 
 def rows(count: int, start: int = 0) -> list[dict[str, Tensor]]:

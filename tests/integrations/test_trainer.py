@@ -32,7 +32,7 @@ from transformers import (
 import hf_emopt
 from hf_emopt.integrations import refusals
 from hf_emopt.integrations.transformers import unwrap_optimizer
-from hf_emopt.matrix_optimizer import MatrixOptimizer
+from hf_emopt.optimizers.base import MatrixOptimizer
 
 
 @pytest.fixture(autouse=True)

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_emopt.bench.kernels import best_entries
-from hf_emopt.linalg.hopper import compile, launch
-from hf_emopt.linalg.hopper.schedule import COLS, END, NOTHING, ROWS, SHARED, SQUARE, TILE, Work, schedule, table
-from hf_emopt.linalg.triton import configs, symmetric_launch, variants
-from hf_emopt.linalg.triton.configs import CANDIDATES, Config, Entry
-from hf_emopt.linalg.triton.symmetric_launch import symmetric_product
+from hf_emopt.kernels.hopper import compile, launch
+from hf_emopt.kernels.hopper.schedule import COLS, END, NOTHING, ROWS, SHARED, SQUARE, TILE, Work, schedule, table
+from hf_emopt.kernels.triton import configs, symmetric_launch, variants
+from hf_emopt.kernels.triton.configs import CANDIDATES, Config, Entry
+from hf_emopt.kernels.triton.symmetric_launch import symmetric_product
+from hf_emopt.tools.bench.kernels import best_entries
 
 SIZES = [(8, 1), (128, 1), (130, 3), (256, 2), (384, 5), (768, 12), (1000, 3), (1024, 24), (2048, 6), (4096, 1)]
 CLUSTERS = 66

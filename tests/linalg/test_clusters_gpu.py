@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_emopt.linalg.hopper import launch
-from hf_emopt.linalg.triton import runtime
-from hf_emopt.linalg.triton.configs import CANDIDATES, Config
-from hf_emopt.linalg.triton.symmetric_launch import symmetric_product
+from hf_emopt.kernels.hopper import launch
+from hf_emopt.kernels.triton import runtime
+from hf_emopt.kernels.triton.configs import CANDIDATES, Config
+from hf_emopt.kernels.triton.symmetric_launch import symmetric_product
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or runtime.architecture(torch.device("cuda", 0)) != 90,

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from hf_emopt.kernels.triton import configs, runtime
 from hf_emopt.linalg import NS_COEFFICIENTS, ResolvedCoefficients, newton_schulz
 from hf_emopt.linalg.gram_newton_schulz import _worst_ratio, find_restart_steps, iterate
-from hf_emopt.linalg.symmetric import momentum_cast, normalize_cast, symmul, syrk
-from hf_emopt.linalg.triton import configs, runtime
+from hf_emopt.linalg.symmetric_products import momentum_cast, normalize_cast, symmul, syrk
 
 FROBENIUS_SETS = [name for name, entry in NS_COEFFICIENTS.items() if entry.scaling == "frobenius"]
 SEEDS = 20
@@ -243,7 +243,7 @@ class TestOperators:
 
 class TestDispatch:
     def test_nothing_runs_on_a_cpu_by_itself(self) -> None:
-        from hf_emopt.linalg.symmetric import kernels_pay
+        from hf_emopt.linalg.symmetric_products import kernels_pay
 
         assert not kernels_pay(torch.device("cpu"))
 

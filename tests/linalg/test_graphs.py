@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_emopt.linalg import cuda_graphs, gram_newton_schulz
-from hf_emopt.linalg.cuda_graphs import replayed
+from hf_emopt.kernels import cuda_graphs
+from hf_emopt.kernels.cuda_graphs import replayed
+from hf_emopt.linalg import gram_newton_schulz
 from hf_emopt.linalg.gram_newton_schulz import iterate
 
 

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from hf_emopt import SOAP, Shampoo
-from hf_emopt.linalg import cuda_graphs, inverse_root, newton_schulz
-from hf_emopt.linalg.cuda_graphs import DISABLE_VARIABLE, replayed
+from hf_emopt.kernels import cuda_graphs
+from hf_emopt.kernels.cuda_graphs import DISABLE_VARIABLE, replayed
+from hf_emopt.kernels.streams import Beside
+from hf_emopt.linalg import inverse_root, newton_schulz
 from hf_emopt.linalg.newton_schulz import Method
-from hf_emopt.rules.background import Beside
 from hf_emopt.rules.refresh import RefreshingRule
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_emopt.linalg import eigenbasis, inverse_root, precision, refresh_eigenbasis
-from hf_emopt.linalg.precision import scaled_half
+from hf_emopt.kernels.triton import runtime
+from hf_emopt.linalg import eigenbasis, inverse_root, refresh_eigenbasis
+from hf_emopt.linalg import matmul_precision as precision
+from hf_emopt.linalg.matmul_precision import scaled_half
 from hf_emopt.linalg.split_products import general_product, gram_product, joined, split, split_product
-from hf_emopt.linalg.symmetric import accumulate_gram, symmul
-from hf_emopt.linalg.triton import runtime
+from hf_emopt.linalg.symmetric_products import accumulate_gram, symmul
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or not runtime.supported(torch.device("cuda")),

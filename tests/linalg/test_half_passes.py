@@ -16,9 +16,10 @@ if INTERPRETING:
     from torch import Tensor
 
     import hf_emopt
-    from hf_emopt.linalg import half_newton, precision
-    from hf_emopt.linalg.symmetric import accumulate_gram
-    from hf_emopt.linalg.triton import half_launch
+    from hf_emopt.kernels.triton import half_launch
+    from hf_emopt.linalg import inverse_root_fp16 as half_newton
+    from hf_emopt.linalg import matmul_precision as precision
+    from hf_emopt.linalg.symmetric_products import accumulate_gram
     from hf_emopt.rules import blocks
     from hf_emopt.rules.blocks import BlockGrid
     from hf_emopt.rules.kronecker import KroneckerRule

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_emopt.linalg import inverse_root, with_ladder
-from hf_emopt.linalg.batches import spectral_bound
-from hf_emopt.linalg.newton_schedule import finishes, higher_order_schedule, newton_schedule
-from hf_emopt.linalg.symmetric import symmul
+from hf_emopt.linalg.inverse_root_schedule import finishes, higher_order_schedule, newton_schedule
+from hf_emopt.linalg.symmetric_batches import spectral_bound
+from hf_emopt.linalg.symmetric_products import symmul
 
 SOLVERS = ["eigh", "coupled_newton", "coupled_higher_order"]
 ITERATIONS = SOLVERS[1:]
@@ -229,7 +229,7 @@ def test_float16_is_as_accurate_as_tf32(exponent: float) -> None:
 
 def test_float16_takes_symmetric_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four a step, but for the first and the last: all of them with a symmetric result, none by general products."""
-    half_newton = importlib.import_module("hf_emopt.linalg.half_newton")
+    half_newton = importlib.import_module("hf_emopt.linalg.inverse_root_fp16")
     products: list[torch.dtype] = []
 
     def counted(a: Tensor, b: Tensor, c: Tensor, **options: Any) -> Tensor:
@@ -275,7 +275,7 @@ def test_inverses_take_split_factors() -> None:
 def test_large_roots_stay_in_the_range_of_float16() -> None:
     """A square root of 1e-10 is 1e5."""
     a = matrices(["condition_1e2"], torch.float32)
-    start = importlib.import_module("hf_emopt.linalg.half_newton")
+    start = importlib.import_module("hf_emopt.linalg.inverse_root_fp16")
     e = a - torch.eye(a.shape[-1])
     steps = newton_schedule(2, 0.5 * 1e-3, 2.0**-11)
     active = torch.ones(1, dtype=torch.bool)

@@ -11,7 +11,7 @@ from torch.optim._muon import _zeropower_via_newtonschulz as torch_muon_newton_s
 
 from hf_emopt.linalg import NS_COEFFICIENTS, default_dtype, newton_schulz, newton_schulz_flops, resolve_coefficients
 from hf_emopt.linalg.newton_schulz import Normalization
-from hf_emopt.linalg.symmetric import add_product, gram, symmetric_polynomial
+from hf_emopt.linalg.symmetric_products import add_product, gram, symmetric_polynomial
 
 JORDAN = (3.4445, -4.7750, 2.0315)
 FROBENIUS_SETS = [name for name, entry in NS_COEFFICIENTS.items() if entry.scaling == "frobenius"]

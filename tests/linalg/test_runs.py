@@ -7,7 +7,7 @@ import torch
 from interpreted import INTERPRETING, run_in_interpreter
 from torch import Tensor
 
-from hf_emopt.linalg.runs import contiguous_run
+from hf_emopt.kernels.multi_tensor import contiguous_run
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ if not INTERPRETING:
 
 
 if INTERPRETING:
-    from hf_emopt.linalg.runs import Runs, all_finite, runs_work
+    from hf_emopt.kernels.multi_tensor import Runs, all_finite, runs_work
 
     Runs.BLOCK = 64
     SIZES = [(7, 9), (48,), (3, 80), (1,)]
@@ -126,7 +126,7 @@ if INTERPRETING:
     @pytest.mark.parametrize("decay", ["none", "before", "after", "cautious"])
     @pytest.mark.parametrize("ok", [None, True, False])
     def test_apply_as_the_foreach_functions(decay: str, ok: bool | None) -> None:
-        from hf_emopt.rules.elementwise import apply_updates
+        from hf_emopt.rules.adamw import apply_updates
 
         group = {
             "lr": 0.1,

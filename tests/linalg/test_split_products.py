@@ -10,9 +10,9 @@ import torch
 from interpreted import INTERPRETING, run_in_interpreter
 from torch import Tensor
 
+from hf_emopt.kernels.triton import split_launch
 from hf_emopt.linalg import split_products
 from hf_emopt.linalg.split_products import general_product, gram_product, joined, split, split_product
-from hf_emopt.linalg.triton import split_launch
 
 
 def commuting(d: int, batch: int = 2) -> tuple[Tensor, Tensor]:

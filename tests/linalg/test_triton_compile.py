@@ -16,17 +16,17 @@ triton = pytest.importorskip("triton", reason="Triton has no wheel for this plat
 import triton.language as tl  # noqa: E402
 from triton_compiler import TENSOR_CORES, assembler_warnings, compiled, spilled_bytes  # noqa: E402
 
-from hf_emopt.linalg.triton import (  # noqa: E402
+from hf_emopt.kernels.triton import (
     elementwise_kernels,
     estimated_kernels,
     half_kernels,
-    run_kernels,
     small_kernels,
     split_kernels,
     split_launch,
     symmetric_kernels,
 )
-from hf_emopt.linalg.triton.configs import CANDIDATES, POINTERS, WIDE, WIDE_FEW, Config  # noqa: E402
+from hf_emopt.kernels.triton import multi_tensor_kernels as run_kernels
+from hf_emopt.kernels.triton.configs import CANDIDATES, POINTERS, WIDE, WIDE_FEW, Config  # noqa: E402
 
 
 def symmetric_product(

@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_emopt.linalg import cuda_graphs, newton_schulz, resolve_coefficients
+from hf_emopt.kernels import cuda_graphs
+from hf_emopt.kernels.triton import configs, launching, runtime, variants
+from hf_emopt.kernels.triton.configs import Config
+from hf_emopt.linalg import newton_schulz, resolve_coefficients
 from hf_emopt.linalg.gram_newton_schulz import iterate
-from hf_emopt.linalg.symmetric import kernels_pay, normalize_cast, syrk
-from hf_emopt.linalg.triton import configs, launching, runtime, variants
-from hf_emopt.linalg.triton.configs import Config
+from hf_emopt.linalg.symmetric_products import kernels_pay, normalize_cast, syrk
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or not runtime.supported(torch.device("cuda")),
@@ -36,7 +37,7 @@ def candidates() -> tuple[Config, ...]:
 def test_products_of_integers_are_exact(
     config: Config, dtype: torch.dtype, shape: tuple[int, int, int], trans: bool
 ) -> None:
-    from hf_emopt.linalg.triton.symmetric_launch import symmetric_product
+    from hf_emopt.kernels.triton.symmetric_launch import symmetric_product
 
     x = torch.randint(-2, 3, shape, device="cuda").to(dtype)
     x = x.mT.contiguous().mT if trans else x
@@ -52,7 +53,7 @@ def test_products_of_integers_are_exact(
 
 @pytest.mark.parametrize("descriptors", [True, False])
 def test_offsets_past_two_to_the_31(descriptors: bool) -> None:
-    from hf_emopt.linalg.triton.symmetric_launch import symmetric_product
+    from hf_emopt.kernels.triton.symmetric_launch import symmetric_product
 
     if torch.cuda.mem_get_info()[0] < 12 * 2**30:
         pytest.skip("needs 12 GiB of free GPU memory")
@@ -167,7 +168,7 @@ def test_twelve_shapes_and_ten_coefficient_sets_share_their_binaries() -> None:
 @pytest.mark.parametrize("chosen", ["", "estimate", "diagonal", "estimate,diagonal"])
 def test_variants_are_exact_repeatable_and_accurate(chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The default ones and what they replace; a device without a table runs the products alone."""
-    from hf_emopt.linalg.triton.symmetric_launch import symmetric_product
+    from hf_emopt.kernels.triton.symmetric_launch import symmetric_product
 
     monkeypatch.setenv(variants.VARIABLE, chosen)
     x = torch.randint(-2, 3, (3, 520, 264), device="cuda").half()
@@ -201,7 +202,7 @@ def test_variants_are_exact_repeatable_and_accurate(chosen: str, monkeypatch: py
 
 def test_variants_estimated_cast() -> None:
     """The norm by another way, a matrix whose estimate is useless, zeros, and the same from two streams at once."""
-    from hf_emopt.linalg.triton.estimated_launch import estimated_cast
+    from hf_emopt.kernels.triton.estimated_launch import estimated_cast
 
     x = torch.randn(4, 700, 900, device="cuda")
     x[1] = 0

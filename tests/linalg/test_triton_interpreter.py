@@ -21,12 +21,12 @@ if not INTERPRETING:
 
 
 if INTERPRETING:
+    from hf_emopt.kernels.triton.configs import Config
+    from hf_emopt.kernels.triton.small_launch import small_gram_newton_schulz
+    from hf_emopt.kernels.triton.symmetric_launch import symmetric_product
     from hf_emopt.linalg import resolve_coefficients
     from hf_emopt.linalg.gram_newton_schulz import find_restart_steps, iterate
-    from hf_emopt.linalg.symmetric import momentum_cast, normalize_cast, symmul, syrk
-    from hf_emopt.linalg.triton.configs import Config
-    from hf_emopt.linalg.triton.small_launch import small_gram_newton_schulz
-    from hf_emopt.linalg.triton.symmetric_launch import symmetric_product
+    from hf_emopt.linalg.symmetric_products import momentum_cast, normalize_cast, symmul, syrk
 
     CONFIGS = [
         Config(block_m, block_n, 32, 4, 1, descriptors, group=2)
@@ -105,7 +105,7 @@ if INTERPRETING:
         assert torch.equal(factor, expected)
 
     def test_public_functions_reach_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-        from hf_emopt.linalg.triton import symmetric_launch
+        from hf_emopt.kernels.triton import symmetric_launch
 
         launches: list[int] = []
         original = symmetric_launch.symmetric_product

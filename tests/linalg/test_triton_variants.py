@@ -7,7 +7,7 @@ import torch
 from interpreted import INTERPRETING, run_in_interpreter, small_integers
 from torch import Tensor
 
-from hf_emopt.linalg.triton import variants
+from hf_emopt.kernels.triton import variants
 
 if not INTERPRETING:
 
@@ -29,12 +29,12 @@ if not INTERPRETING:
 
 
 if INTERPRETING:
+    from hf_emopt.kernels.triton import estimated_launch
+    from hf_emopt.kernels.triton.configs import Config
+    from hf_emopt.kernels.triton.estimated_launch import estimated_cast
+    from hf_emopt.kernels.triton.symmetric_launch import symmetric_product
     from hf_emopt.linalg import resolve_coefficients
     from hf_emopt.linalg.gram_newton_schulz import find_restart_steps, iterate
-    from hf_emopt.linalg.triton import estimated_launch
-    from hf_emopt.linalg.triton.configs import Config
-    from hf_emopt.linalg.triton.estimated_launch import estimated_cast
-    from hf_emopt.linalg.triton.symmetric_launch import symmetric_product
 
     CONFIGS = [Config(*tile, 32, 4, 1, True, group=2) for tile in ((32, 32), (32, 64), (64, 32))]
     CONFIGS.append(Config(32, 64, 32, 4, 1, False, group=2))

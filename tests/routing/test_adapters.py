@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import conv2d
 from transformers.pytorch_utils import Conv1D
 
-from hf_emopt.routing.adapters import Adapter, pack_adapter, unpack_adapter
+from hf_emopt.routing.lora import Adapter, pack_adapter, unpack_adapter
 from hf_emopt.routing.route import route_parameters
 
 

@@ -11,9 +11,9 @@ from harness import World, Worlds
 from zero_runs import config, continued, continued_plainly, reference, resumed, saved, saved_again
 from zoo import assert_close
 
-from hf_emopt.checkpoint_files import CheckpointError
-from hf_emopt.cli import main
-from hf_emopt.deepspeed_files import read_deepspeed, read_deepspeed_weights
+from hf_emopt.checkpoint.deepspeed_files import read_deepspeed, read_deepspeed_weights
+from hf_emopt.checkpoint.files import CheckpointError
+from hf_emopt.tools.cli import main
 
 SLOW = pytest.mark.ranks34
 CASES = [

@@ -15,8 +15,8 @@ from ranks import MATRICES
 from trainer_runs import accelerate_run, example_run, settings, trainer_run
 
 import hf_emopt
-from hf_emopt.checkpoint_files import problem_with
-from hf_emopt.cli import main
+from hf_emopt.checkpoint.files import problem_with
+from hf_emopt.tools.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 SLOW = pytest.mark.ranks34

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from zoo import Zoo, build, coefficients, weights, wrap, zoo
 
 from hf_emopt.integrations.deepspeed import load_weights
-from hf_emopt.matrix_optimizer import MatrixOptimizer
+from hf_emopt.optimizers.base import MatrixOptimizer
 
 SAMPLES = 24
 """Of a global batch: shared evenly by 2 or 3 ranks with 1 or 4 micro-batches each."""

@@ -1,0 +1,1 @@
+"""Optimizer state out of and into files, of any layout."""

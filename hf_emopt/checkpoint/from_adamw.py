@@ -1,0 +1,161 @@
+"""The state of ``torch.optim.AdamW`` as the start of a matrix optimizer.
+
+AdamW's moments of the auxiliary parameters mean here what they meant there, and are kept. Matrices begin with fresh
+momentum: a first moment in AdamW's scale is no momentum of an orthogonalized or preconditioned step.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_emopt.checkpoint.matching import live_names
+from hf_emopt.distributed.layout import whole_shape
+from hf_emopt.formats.master_weights import init_weight_state
+from hf_emopt.formats.moments import converted
+from hf_emopt.rules.base import Group, state_dtype
+
+if TYPE_CHECKING:
+    from hf_emopt.checkpoint.interface import Checkpointable
+
+__all__ = ["from_adamw", "is_adamw", "trainer_decay_names"]
+
+_KEYS = frozenset({"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"})
+
+# Which parameters transformers' Trainer decays: all but those of nn.LayerNorm and those with such a name.
+_NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)", re.IGNORECASE)
+
+
+def is_adamw(state_dict: dict[str, Any]) -> bool:
+    """Whether this is a ``state_dict`` of ``torch.optim.AdamW`` (or Adam) and not of a matrix optimizer."""
+    groups, entries = state_dict["param_groups"], [e for e in state_dict["state"].values() if e]
+    if any("rule" in g or "state_version" in g or "kind" in g for g in groups):
+        return False
+    return any("betas" in g for g in groups) and all(set(entry) <= _KEYS for entry in entries)
+
+
+def trainer_decay_names(model: nn.Module) -> list[str]:
+    """Names of the parameters that ``Trainer`` puts into its first group, by its default rule."""
+    norms = {f"{prefix}." for prefix, module in model.named_modules() if isinstance(module, nn.LayerNorm)}
+    return [
+        name
+        for name, _ in model.named_parameters()
+        if not _NO_DECAY.search(name) and not any(name.startswith(norm) for norm in norms)
+    ]
+
+
+def from_adamw(optimizer: Checkpointable, state_dict: dict[str, Any]) -> tuple[dict[str, dict[str, Any]], list[Group]]:
+    """State by live parameter name, and groups, from a checkpoint of AdamW.
+
+    Hyperparameters stay the optimizer's own. Learning rates are scaled as the checkpoint's were by its schedule
+    (``lr / initial_lr``), where the live groups have a schedule too.
+
+    Raises:
+        ValueError: when it cannot be told which saved moments are whose, or shapes differ; nothing was changed by then.
+    """
+    state = _by_name(optimizer, state_dict)
+    by_name: dict[str, dict[str, Any]] = {}
+    kept = fresh = 0
+    for group in optimizer.param_groups:
+        for name, param in zip(group["param_names"], group["params"]):
+            entry = state[name]
+            by_name[name] = {}
+            fresh += group["kind"] == "matrix"
+            if group["kind"] == "aux" and entry:
+                kept += 1
+                by_name[name] = _moments(entry, param, group)
+    warnings.warn(
+        f"the optimizer state was saved by AdamW: {fresh} matrices start with fresh {optimizer.rule.name} state, and the "
+        f"AdamW moments of {kept} auxiliary parameters are kept. Hyperparameters are this optimizer's own."
+        f"{_unknown_schedule(optimizer, state_dict['param_groups'])}",
+        stacklevel=5,
+    )
+    scale = _schedule_scale(state_dict["param_groups"])
+    return by_name, [{**g, "lr": g["initial_lr"] * scale} if "initial_lr" in g else g for g in optimizer.param_groups]
+
+
+def _moments(entry: dict[str, Any], param: Tensor, group: Group) -> dict[str, Any]:
+    step = entry["step"]
+    step = step.detach().float() if torch.is_tensor(step) else torch.tensor(float(step))
+    wide = state_dtype(param)
+    moments = {"exp_avg": entry["exp_avg"].to(wide), "exp_avg_sq": entry["exp_avg_sq"].to(wide)}
+    return {
+        **init_weight_state(param, group["low_precision_weights"]),
+        "step": step,
+        **converted(moments, group["state_dtype"], whole_shape(param), wide),
+    }
+
+
+def _schedule_scale(groups: Sequence[Group]) -> float:
+    """How far a schedule had taken the learning rate from its peak."""
+    for group in groups:
+        if "initial_lr" in group and float(group["initial_lr"]) > 0.0:
+            return float(group["lr"]) / float(group["initial_lr"])
+    return 1.0
+
+
+def _unknown_schedule(optimizer: Checkpointable, groups: Sequence[Group]) -> str:
+    """What to say where the checkpoint does not tell its peak learning rate: no schedule, or ``ReduceLROnPlateau``."""
+    saved, live = float(groups[0]["lr"]), float(optimizer.param_groups[0]["lr"])
+    if saved == live or any("initial_lr" in group for group in groups):
+        return ""
+    return (
+        f" The checkpoint's learning rate was {saved:g} when it was saved, and it does not say of which peak (as under "
+        f"ReduceLROnPlateau): this optimizer goes on at {live:g}, so lower it if a schedule had."
+    )
+
+
+def _by_name(optimizer: Checkpointable, state_dict: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The saved entries by live parameter name, each checked against the parameter's shape."""
+    live = {name: p for g in optimizer.param_groups for name, p in zip(g["param_names"], g["params"])}
+    groups = state_dict["param_groups"]
+    indices = [index for group in groups for index in group["params"]]
+    if indices and all(isinstance(index, str) for index in indices):
+        names: list[str] = list(indices)
+    elif all("param_names" in group for group in groups):
+        names = [name for group in groups for name in group["param_names"]]
+    else:
+        names = _by_order(optimizer, [len(group["params"]) for group in groups])
+    names = live_names(names, list(live))
+    if len(names) != len(indices) or set(names) != set(live):
+        missing, foreign = sorted(set(live) - set(names))[:5], sorted(set(names) - set(live))[:5]
+        raise ValueError(
+            f"the AdamW state is of {len(indices)} parameters, this optimizer trains {len(live)}; not in the state: "
+            f"{missing}; only in the state: {foreign}. Train the same parameters, or start without the optimizer's state"
+        )
+    entries = {name: state_dict["state"].get(index, {}) for name, index in zip(names, indices)}
+    for name, entry in entries.items():
+        for key in ("exp_avg", "exp_avg_sq"):
+            if entry and (
+                key not in entry or "step" not in entry or tuple(entry[key].shape) != whole_shape(live[name])
+            ):
+                found = tuple(entry[key].shape) if key in entry else None
+                raise ValueError(
+                    f"{name}: the AdamW state's {key} has shape {found}, the parameter {whole_shape(live[name])}: it was "
+                    "saved for other parameters, or its groups hold them in another order. Save it with param_names in its "
+                    "groups (pass named_parameters() to AdamW), or start without the optimizer's state"
+                )
+    return entries
+
+
+def _by_order(optimizer: Checkpointable, sizes: list[int]) -> list[str]:
+    """Names for a state that has none: the model's order, in one group or in Trainer's two."""
+    model = None if optimizer._model is None else optimizer._model()
+    if model is not None:
+        trained = [name for name, p in model.named_parameters() if p.requires_grad]
+        if sizes == [len(trained)]:
+            return trained
+        chosen = set(trainer_decay_names(model))
+        decayed = [name for name in trained if name in chosen]
+        if sizes == [len(decayed), len(trained) - len(decayed)]:
+            return decayed + [name for name in trained if name not in chosen]
+    raise ValueError(
+        f"the AdamW state has groups of {sizes} parameters and no param_names, and these are neither all of a model's "
+        "parameters in their order nor Trainer's two groups (with and without decay), so it cannot be told whose moments "
+        "they are. Add 'param_names' to each of its param_groups, or start without the optimizer's state"
+    )

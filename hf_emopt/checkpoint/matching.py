@@ -1,0 +1,211 @@
+"""Optimizer state in and out of its checkpoint form: by parameter name, dtypes kept, nothing half loaded."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hf_emopt.distributed.layout import whole_numel, whole_shape
+from hf_emopt.formats.master_weights import WEIGHT_STATE
+from hf_emopt.formats.moments import coded_names, converted, scale_shape
+from hf_emopt.routing.packing import STRUCTURAL_KEYS, unpack_units
+from hf_emopt.routing.unit import Unit
+from hf_emopt.rules.base import Group, state_dtype
+from hf_emopt.state.forms import elementwise_state, is_weight_state, unit_state
+
+if TYPE_CHECKING:
+    from hf_emopt.checkpoint.interface import Checkpointable
+
+__all__ = ["PARTIAL", "STATE_VERSION", "check_groups", "live_names", "load_into", "matched", "merged_group"]
+
+
+STATE_VERSION = 1
+"""Kept in every group as ``state_version``; grows when the meaning of a state entry changes."""
+
+PARTIAL = "consolidated_elsewhere"
+"""Set in groups that a rank emits whose state was consolidated on another one, so that it is never taken for the whole."""
+
+# Components of a name that say how a module was wrapped, not which parameter it is.
+_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+
+
+def check_groups(optimizer: Checkpointable, saved_groups: Sequence[Group]) -> None:
+    """Refuses groups of a newer version, of another rule or of another number.
+
+    Raises:
+        ValueError: saying which.
+    """
+    newest = max((g.get("state_version", STATE_VERSION) for g in saved_groups), default=STATE_VERSION)
+    if newest > STATE_VERSION:
+        raise ValueError(
+            f"the optimizer state has version {newest}, this hf_emopt reads up to {STATE_VERSION}: upgrade it"
+        )
+    rules = {g["rule"] for g in saved_groups if "rule" in g} - {optimizer.rule.name}
+    if rules:
+        raise ValueError(
+            f"another optimizer saved it: the optimizer state is of {', '.join(sorted(rules))}, this optimizer is "
+            f"{optimizer.rule.name}"
+        )
+    if len(saved_groups) != len(optimizer.param_groups):
+        raise ValueError(
+            f"the optimizer state has {len(saved_groups)} parameter groups, this optimizer {len(optimizer.param_groups)} "
+            f"({', '.join(g['name'] for g in optimizer.param_groups)}); were layers frozen or routed differently?"
+        )
+
+
+def matched(optimizer: Checkpointable, state_dict: dict[str, Any]) -> tuple[dict[str, dict[str, Any]], list[Group]]:
+    """The checkpoint's state by live parameter name, and its groups.
+
+    Parameters are paired by name where both sides know names, by position otherwise. Names may differ in what DDP,
+    ``torch.compile`` and checkpoint wrappers add to them.
+
+    Raises:
+        ValueError: naming what does not fit (groups, names, shapes, state of another optimizer); nothing was changed by
+            then.
+    """
+    saved_groups = state_dict["param_groups"]
+    state = state_dict["state"]
+    live = {name: p for g in optimizer.param_groups for name, p in zip(g["param_names"], g["params"])}
+    if any(g.get(PARTIAL) for g in saved_groups):
+        raise ValueError(
+            "this optimizer state comes from a rank other than the one that consolidate_state_dict() had brought it to, and "
+            "is empty: save state_dict() of that rank (0, unless told otherwise), or consolidate with to=None"
+        )
+    if any("spans" in g for g in saved_groups):
+        raise ValueError(
+            "this optimizer state is one rank's part of a DeepSpeed ZeRO checkpoint: `hf-emopt convert CHECKPOINT OUTPUT` "
+            "makes of all ranks' files one that every layout loads"
+        )
+    check_groups(optimizer, saved_groups)
+    saved_groups = _in_live_order(saved_groups, optimizer.param_groups)
+    by_name: dict[str, dict[str, Any]] = {}
+    parts = optimizer.units_of_slices()
+    for saved, group in zip(saved_groups, optimizer.param_groups):
+        names = live_names(_saved_names(saved) or group["param_names"], group["param_names"])
+        if len(saved["params"]) != len(group["params"]) or set(names) != set(group["param_names"]):
+            missing = sorted(set(group["param_names"]) - set(names))[:5]
+            foreign = sorted(set(names) - set(group["param_names"]))[:5]
+            raise ValueError(
+                f"group {group['name']!r}: the optimizer state is of {len(saved['params'])} parameters, this group has "
+                f"{len(group['params'])}; not in the state: {missing}; only in the state: {foreign}"
+            )
+        positions = {name: position for position, name in enumerate(group["param_names"])}
+        for name, index in zip(names, saved["params"]):
+            entry = converted(
+                state.get(index, {}), group["state_dtype"], whole_shape(live[name]), state_dtype(live[name])
+            )
+            _check_shapes(name, live[name], entry)
+            units = parts.get(name) or (unpack_units(group["units"][positions[name]]) if "units" in group else ())
+            _check_kinds(optimizer, name, live[name], entry, merged_group(group, saved), units)
+            by_name[name] = entry
+    return by_name, saved_groups
+
+
+def _in_live_order(saved: list[Group], live: list[Group]) -> list[Group]:
+    """The saved groups as the live ones follow each other, where their names say which is which."""
+    order = []
+    for group in live:
+        wanted = {_canonical(name) for name in group["param_names"]}
+        order += [g for g in saved if {_canonical(name) for name in _saved_names(g) or ()} == wanted]
+    return order if len(order) == len(saved) else saved
+
+
+def _saved_names(saved: Group) -> list[str] | None:
+    """Names in the order of ``params``, which torch.distributed.checkpoint makes the names themselves."""
+    if saved["params"] and all(isinstance(index, str) for index in saved["params"]):
+        return list(saved["params"])
+    return saved.get("param_names")
+
+
+def _canonical(name: str) -> str:
+    parts = [part for part in name.split(".") if part not in _WRAPPERS]
+    return ".".join(parts[1:] if parts[0] == "module" else parts)
+
+
+def live_names(saved: list[str], live: list[str]) -> list[str]:
+    """The saved names as this process spells them, where wrappers are all that they differ in."""
+    spelled = {_canonical(name): name for name in live}
+    if set(saved) == set(live) or len(spelled) != len(live) or {_canonical(name) for name in saved} != set(spelled):
+        return saved
+    return [spelled[_canonical(name)] for name in saved]
+
+
+def merged_group(live: Group, saved: Group) -> Group:
+    """A group after loading: the checkpoint's hyperparameters, the live structure, and what the checkpoint lacks."""
+    kept = {key: copy.deepcopy(value) for key, value in saved.items() if key not in STRUCTURAL_KEYS}
+    return {**live, **kept, "state_version": STATE_VERSION}
+
+
+def _check_kinds(
+    optimizer: Checkpointable, name: str, param: Tensor, entry: dict[str, Any], group: Group, units: Sequence[Unit]
+) -> None:
+    """Refuses state that another optimizer wrote, or this one with other matrices in the parameter."""
+    if whole_numel(param) == 0:
+        return
+    meta = torch.empty(whole_shape(param), dtype=param.dtype, device="meta")
+    fresh = elementwise_state(optimizer.rule, group, meta, meta.shape)
+    wanted = {key: tuple(value.shape) for key, value in fresh.items() if not is_weight_state(key)}
+    if group["kind"] == "matrix":
+        for index, unit in enumerate(units):
+            state = unit_state(optimizer.rule, group, unit.shape, meta)
+            wanted |= {f"{key}.{index}": tuple(value.shape) for key, value in state.items()}
+    missing = sorted(set(wanted) - set(entry)) if "step" in entry else []
+    wrong = sorted(k for k, shape in wanted.items() if torch.is_tensor(entry.get(k)) and entry[k].shape != shape)
+    foreign = sorted(k for k in entry if "." in k and k not in wanted)  # state of matrices, which ours are not
+    if missing or wrong or foreign:
+        what = f"has no {', '.join(missing)}" if missing else f"has another shape of {', '.join(wrong)}"
+        if foreign and not (missing or wrong):
+            what = f"{', '.join(foreign)} is none of this optimizer's"
+        raise ValueError(
+            f"{name}: the optimizer state holds {', '.join(sorted(entry))} and {what}: another optimizer saved it, or this "
+            f"one ({optimizer.rule.name}) with other options such as per_head, or with tensor_parallel='blockwise' on "
+            "another number of ranks; load it with those"
+        )
+
+
+def _check_shapes(name: str, param: Tensor, entry: dict[str, Any]) -> None:
+    whole = whole_shape(param)
+    shapes = dict.fromkeys(("momentum_buffer", "exp_avg", "exp_avg_sq", *WEIGHT_STATE), whole)
+    for moment in ("momentum_buffer", "exp_avg", "exp_avg_sq"):
+        codes, scale = coded_names(moment)
+        shapes[codes] = whole
+        if scale in entry:  # of a shape that has 8 bits
+            shapes[scale] = scale_shape(whole)
+    for key, shape in shapes.items():
+        value = entry.get(key)
+        if torch.is_tensor(value) and tuple(value.shape) != shape:
+            of = "the parameter" if shape == whole else f"scales of the parameter's {whole} have"
+            raise ValueError(f"{name}: the optimizer state's {key} has shape {tuple(value.shape)}, {of} {shape}")
+
+
+def load_into(optimizer: Checkpointable, by_name: dict[str, dict[str, Any]], saved_groups: list[Group]) -> None:
+    """Puts a matched state and the checkpoint's hyperparameters into the optimizer.
+
+    torch's own loader casts state to the parameter's dtype, which turns float32 momentum of bfloat16 weights into
+    bfloat16; here every tensor keeps its dtype and only changes device.
+
+    Args:
+        optimizer: changed only when all of the state has been copied.
+        by_name: what :func:`matched` returned.
+        saved_groups: the checkpoint's groups. Their structure, and hyperparameters that an older checkpoint did not
+            know, are taken from the live groups.
+    """
+    groups = [merged_group(live, saved) for live, saved in zip(optimizer.param_groups, saved_groups)]
+    state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
+    for group in groups:
+        for name, param in zip(group["param_names"], group["params"]):
+            entry = by_name[name]
+            if entry:
+                # What the host reads at every step stays on the host, and what is offloaded goes no further.
+                at_home = {key for key in entry if key != "step" and optimizer.offload_state is not None}
+                at_home |= {key for key in entry if key.startswith(("rounds", "pending"))}
+                state[param] = {
+                    key: value.detach().to("cpu" if key in at_home else param.device, copy=True)
+                    for key, value in entry.items()
+                }
+    optimizer.__setstate__({"state": state, "param_groups": groups})

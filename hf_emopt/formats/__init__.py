@@ -1,0 +1,1 @@
+"""Numbers kept in fewer bits: moments, master weights, factors, and the noise that rounds them."""

@@ -1,0 +1,126 @@
+"""How a symmetric factor is kept between steps: in full, as one triangle, in 16 bits, or in 8.
+
+A factor ``A = E[G G^T]`` is symmetric and positive, so its lower triangle says everything, and
+``|a_ij| <= sqrt(a_ii a_jj)``. The 8-bit form keeps the diagonal in float32 and the correlations
+``a_ij / sqrt(a_ii a_jj)``, which lie in [-1, 1] whatever the scale, as int8 (after S. Wang et al., "4-bit Shampoo",
+arXiv:2405.18144, and J. Li et al., "Memory-Efficient 4-bit Preconditioned Stochastic Optimization", arXiv:2412.10663,
+which keep the diagonal wide for the same reason). The 16-bit forms keep the same two. Rounding is stochastic in all three:
+a moving average moves by less than one level a step (in bfloat16 from a decay of 0.99 or so on), and nearest rounding would
+never let go of the first value.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from hf_emopt.formats.master_weights import round_stochastically
+
+__all__ = ["FACTOR_STORAGE", "FactorStorageName", "bytes_per_element", "init_factor", "load_factor", "store_factor"]
+
+FactorStorageName = Literal["float32", "packed", "bfloat16", "float16", "int8"]
+FACTOR_STORAGE: tuple[str, ...] = ("float32", "packed", "bfloat16", "float16", "int8")
+
+_LEVELS = 127.0
+
+
+def bytes_per_element(storage: str) -> float:
+    """Bytes for each element of the full ``d x d`` matrix, for large ``d``."""
+    return {"float32": 4.0, "packed": 2.0, "bfloat16": 1.0, "float16": 1.0, "int8": 0.5}[storage]
+
+
+def init_factor(key: str, lead: tuple[int, ...], d: int, storage: str, like: Tensor) -> dict[str, Tensor]:
+    """Zero factors ``(*lead, d, d)`` under ``key`` and, where the form needs more than one tensor, ``key`` + suffix.
+
+    Args:
+        like: gives device and, for ``"float32"``, the dtype (float64 stays float64).
+    """
+    if storage == "float32":
+        return {key: torch.zeros(*lead, d, d, dtype=like.dtype, device=like.device)}
+    if storage == "packed":
+        return {key: torch.zeros(*lead, d * (d + 1) // 2, dtype=like.dtype, device=like.device)}
+    kind = {"bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}[storage]
+    return {
+        key: torch.zeros(*lead, d * (d - 1) // 2, dtype=kind, device=like.device),
+        f"{key}.diagonal": torch.zeros(*lead, d, dtype=torch.float32, device=like.device),
+    }
+
+
+def load_factor(state: dict[str, Tensor], key: str, d: int, storage: str) -> Tensor:
+    """Factors ``(*lead, d, d)``: the stored tensor itself for ``"float32"``, a new one otherwise."""
+    value = state[key]
+    if storage == "float32":
+        return value
+    if storage == "packed":
+        rows, cols = _triangle(d, 0, value.device)
+        full = value.new_zeros(*value.shape[:-1], d, d)
+        full[..., rows, cols] = value
+        full[..., cols, rows] = value
+        return full
+    diagonal = state[f"{key}.diagonal"]
+    rows, cols = _triangle(d, -1, value.device)
+    scale = _scales(diagonal, rows, cols)
+    off = value.float() * (scale / _LEVELS if storage == "int8" else scale)
+    full = torch.diag_embed(diagonal)
+    full[..., rows, cols] = off
+    full[..., cols, rows] = off
+    return full
+
+
+def store_factor(
+    state: dict[str, Tensor],
+    key: str,
+    factor: Tensor,
+    storage: str,
+    generator: torch.Generator | None = None,
+    ok: Tensor | None = None,
+) -> None:
+    """Keeps ``factor`` ``(*lead, d, d)``, the inverse of :func:`load_factor`, in place.
+
+    Args:
+        generator: noise of the rounding to 16 and 8 bits; replicas must seed it alike.
+        ok: scalar bool on the device: ``False`` leaves what is rounded as it is, to the bit, and is said where ``factor`` is
+            what :func:`load_factor` gave. (The product with the scales and the quotient by them need not be.)
+    """
+    value, d = state[key], factor.shape[-1]
+    if storage == "float32":
+        if value is not factor:
+            value.copy_(factor)
+        return
+    if storage == "packed":
+        rows, cols = _triangle(d, 0, factor.device)
+        value.copy_(factor[..., rows, cols])
+        return
+    diagonal = factor.diagonal(dim1=-2, dim2=-1).clamp_min(0.0)
+    rows, cols = _triangle(d, -1, factor.device)
+    correlation = factor[..., rows, cols] / _scales(diagonal, rows, cols).clamp_min(torch.finfo(torch.float32).tiny)
+    rounded = _rounded(correlation.clamp_(-1.0, 1.0), storage, generator)
+    value.copy_(rounded if ok is None else torch.where(ok, rounded, value))
+    state[f"{key}.diagonal"].copy_(diagonal)
+
+
+def _rounded(correlation: Tensor, storage: str, generator: torch.Generator | None) -> Tensor:
+    """Up or down, with the probability that makes the expectation exact; in the dtype that is kept."""
+    if generator is None:
+        raise ValueError("rounding stochastically needs a generator of its own")
+    if storage == "bfloat16":
+        return round_stochastically(correlation.float(), torch.bfloat16, generator)
+    noise = torch.rand(correlation.shape, generator=generator, device=correlation.device)
+    if storage == "int8":
+        # Just below 1, the sum may round up to a level that there is not, which would wrap around.
+        return (correlation * _LEVELS + noise).floor_().clamp_(-_LEVELS, _LEVELS).to(torch.int8)
+    # Spacings of float16: 2**-10 of the power of two below a number, and 2**-24 below 2**-14.
+    spacing = torch.exp2(torch.frexp(correlation).exponent.clamp_min(-13) - 11.0)
+    return (correlation / spacing + noise).floor_().mul_(spacing).clamp_(-1.0, 1.0).half()
+
+
+def _scales(diagonal: Tensor, rows: Tensor, cols: Tensor) -> Tensor:
+    root = diagonal.sqrt()
+    return root[..., rows] * root[..., cols]
+
+
+def _triangle(d: int, offset: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    indices = torch.tril_indices(d, d, offset, device=device)
+    return indices[0], indices[1]

@@ -1,0 +1,323 @@
+"""First and second moments in fewer bits than they are computed in.
+
+=============  ==================  =================================================================================
+state_dtype    bytes an element    what is kept
+=============  ==================  =================================================================================
+``float32``    4                   the moment itself (float64 for float64 weights)
+``bfloat16``   2                   rounded stochastically, so that a moving average goes on moving by less than a spacing
+``int8``       1 + 4 / block       codes of the dynamic map of T. Dettmers et al., arXiv:2110.02861, and a float32 scale for
+                                   each block; of second moments, the root
+=============  ==================  =================================================================================
+
+Moments are float32 wherever they are computed with: they are unpacked before a phase of a step and packed behind it.
+
+**Blocks** of 8-bit state are runs of up to 256 elements inside a row, the part of a tensor that belongs to one index of its
+first dimension. So codes and scales are cut as the parameter is along that dimension, by whatever layout, and a checkpoint
+means the same in all of them.
+
+**Roots**: where a second moment is rounded to zero beside a first moment that is not, an update explodes. The root has half
+the range, the same as the first moment's, and is never rounded to zero.
+
+Parameters of one dimension, of fewer than 4096 elements, or with rows of fewer than 64 keep float32 under ``int8``: their
+scales would take more than they save.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from hf_emopt.formats.master_weights import round_stochastically
+
+__all__ = [
+    "STATE_DTYPES",
+    "StateDtype",
+    "coded_names",
+    "converted",
+    "is_coded",
+    "is_moment",
+    "is_scale",
+    "moment_of",
+    "packed_like",
+    "require_library",
+    "scale_shape",
+    "unpacked",
+    "update_packed",
+]
+
+State = dict[str, Tensor]
+
+StateDtype = Literal["float32", "bfloat16", "int8", "8bit"]
+STATE_DTYPES: tuple[str, ...] = ("float32", "bfloat16", "int8")
+"""As kept in groups; ``"8bit"`` is another word for ``"int8"``."""
+
+_FIRST = ("momentum_buffer", "exp_avg")
+_SECOND = ("exp_avg_sq", "graft_second_moment")
+_CODES, _SCALE = "_codes", "_scale"
+_MIN_NUMEL, _MIN_ROW = 4096, 64
+_BLOCKS = (256, 128, 64)
+
+
+# ---------------------------------------------------------------------- names and shapes
+
+
+def moment_of(key: str) -> str | None:
+    """The moment that a state entry is, or is codes or scales of; ``None`` for everything else.
+
+    Entries are named ``moment``, or ``moment.more`` where a rule keeps several; codes and scales are
+    ``moment_codes.more`` and ``moment_scale.more``.
+    """
+    head, dot, rest = key.partition(".")
+    for suffix in (_CODES, _SCALE):
+        head = head.removesuffix(suffix)
+    return head + dot + rest if head in _FIRST + _SECOND else None
+
+
+def is_moment(key: str) -> bool:
+    """Whether a state entry is a moment in any form."""
+    return moment_of(key) is not None
+
+
+def is_scale(key: str) -> bool:
+    """Whether a state entry is the scales of blocks."""
+    return is_moment(key) and key.partition(".")[0].endswith(_SCALE)
+
+
+def coded_names(name: str) -> tuple[str, str]:
+    """Names of a moment's codes and of its scales."""
+    head, dot, rest = name.partition(".")
+    return head + _CODES + dot + rest, head + _SCALE + dot + rest
+
+
+def is_coded(shape: Sequence[int], lead: int = 1) -> bool:
+    """Whether ``state_dtype="int8"`` has 8 bits for a parameter, or for matrices ``(B, ...)``, of this shape.
+
+    Args:
+        shape: of a whole parameter; of matrices, any number of them.
+        lead: dimensions that are none of a row. Above 1, or of matrices, their number does not matter.
+    """
+    row = math.prod(shape[lead:])
+    return len(shape) > lead and row >= _MIN_ROW and math.prod(shape) >= _MIN_NUMEL
+
+
+def scale_shape(shape: Sequence[int], lead: int = 1) -> tuple[int, ...]:
+    """Shape of the scales of codes of a shape: a row of them for each row."""
+    row = math.prod(shape[lead:])
+    return (*shape[:lead], -(-row // _block(row)))
+
+
+def _block(row: int) -> int:
+    """Elements that share a scale: the most that divide a row, so that nothing has to be padded where that can be had."""
+    return next((size for size in _BLOCKS if row % size == 0), _BLOCKS[0])
+
+
+def _lead(name: str) -> int:
+    """SOAP's moments are ``(matrices, blocks, ...)``, all others have one dimension before a row."""
+    return 2 if "." in name else 1
+
+
+# ---------------------------------------------------------------------- packed and unpacked
+
+
+def packed_like(fresh: State, state_dtype: str, whole: Sequence[int] | None = None) -> State:
+    """State as it is kept, from state as a rule starts it, in which moments are zero.
+
+    Args:
+        fresh: tensors of any device, plain ones.
+        state_dtype: one of :data:`STATE_DTYPES`.
+        whole: shape of the whole parameter that elementwise state is a part of; ``None`` for state of whole matrices.
+    """
+    if state_dtype == "float32":
+        return fresh
+    state: State = {}
+    for name, value in fresh.items():
+        if not is_moment(name):
+            state[name] = value
+        elif state_dtype == "bfloat16":
+            state[name] = torch.zeros_like(value, dtype=torch.bfloat16)
+        elif _coded(name, value.shape, whole):
+            codes, scale = coded_names(name)
+            state[codes] = torch.zeros(value.shape, dtype=torch.uint8, device=value.device)
+            state[scale] = torch.zeros(scale_shape(value.shape, _lead(name)), device=value.device)
+        else:
+            state[name] = value
+    return state
+
+
+def _coded(name: str, shape: Sequence[int], whole: Sequence[int] | None) -> bool:
+    if whole is not None:
+        return is_coded(whole)
+    return is_coded((1, *shape[1:]), _lead(name))
+
+
+def unpacked(state: State, wide: torch.dtype) -> State:
+    """State with every moment as a tensor of dtype ``wide`` that may be written to; all else is the same tensors."""
+    result: State = {}
+    for key, value in state.items():
+        name = moment_of(key)
+        if name is None:
+            result[key] = value
+        elif key == name:
+            result[key] = value.to(wide) if value.dtype is torch.bfloat16 else value
+        elif not is_scale(key):
+            result[name] = _decoded(value, state[coded_names(name)[1]], name).to(wide)
+    return result
+
+
+def update_packed(
+    state: State, wide: State, ok: Tensor | None, generator: torch.Generator | None, rows: Tensor | None = None
+) -> None:
+    """Packs moments that :func:`unpacked` gave out, in place.
+
+    Args:
+        state: what is kept.
+        wide: the moments as they are now.
+        ok: scalar bool on the device: ``False`` leaves what is kept as it is, to the bit. (Rounding to bfloat16 does so
+            by itself; codes of codes are not always the same.)
+        generator: noise of the rounding to bfloat16; replicas must seed it alike.
+        rows: index on the device, of the matrices that were written to; all others stay as they are, to the bit. ``None``
+            for all.
+    """
+    for key in [key for key in state if is_moment(key) and not is_scale(key)]:
+        name = moment_of(key)
+        assert name is not None
+        new = wide[name] if rows is None else wide[name][rows]
+        if key != name:
+            scale = state[coded_names(name)[1]]
+            codes, scales = _encoded(new, name)
+            if ok is not None:
+                codes = torch.where(ok, codes, state[key] if rows is None else state[key][rows])
+                scales = torch.where(ok, scales, scale if rows is None else scale[rows])
+            _put(state[key], codes, rows)
+            _put(scale, scales, rows)
+        elif state[key].dtype is torch.bfloat16:
+            _put(state[key], round_stochastically(new.float(), torch.bfloat16, generator), rows)
+
+
+def _put(target: Tensor, value: Tensor, rows: Tensor | None) -> None:
+    if rows is None:
+        target.copy_(value)
+    else:
+        target[rows] = value
+
+
+def converted(state: dict[str, Any], state_dtype: str, whole: Sequence[int], wide: torch.dtype) -> dict[str, Any]:
+    """A parameter's state of a checkpoint in the form of a live ``state_dtype``; as it is, where it has that form.
+
+    Args:
+        state: whole tensors; state of matrices is named ``name.unit``.
+        state_dtype: the live one.
+        whole: shape of the parameter.
+        wide: dtype of float moments.
+    """
+    result: dict[str, Any] = {}
+    for key, value in state.items():
+        name = moment_of(key)
+        if name is None:
+            result[key] = value
+        if name is None or is_scale(key):  # scales come with their codes
+            continue
+        bare = name if "." not in name else name.rpartition(".")[0]  # without the unit
+        coded = state_dtype == "int8" and _coded(bare, value.shape, whole if bare == name else None)
+        codes, scale = coded_names(name)
+        if coded and key == codes:
+            result |= {codes: value, scale: state[scale]}
+            continue
+        narrow = state_dtype == "bfloat16"
+        if not coded and key == name and (value.dtype is torch.bfloat16) == narrow:
+            result[key] = value
+            continue
+        value = _whole(value)
+        if key == codes:
+            value = _decoded(value, _whole(state[scale]), bare)
+        if coded:
+            result[codes], result[scale] = _encoded(value, bare)
+        else:
+            result[name] = value.to(torch.bfloat16 if narrow else wide)
+    return result
+
+
+def _whole(value: Tensor) -> Tensor:
+    """A tensor that is spread over ranks, whole; the same tensor otherwise."""
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+# ---------------------------------------------------------------------- codes
+
+
+def require_library() -> Any:
+    """``bitsandbytes.functional``, whose blockwise quantization this module uses.
+
+    Raises:
+        ImportError: naming what to install.
+    """
+    try:
+        import bitsandbytes.functional as functional
+    except ImportError as error:
+        raise ImportError(
+            "state_dtype='int8' needs bitsandbytes for its blockwise 8-bit format, and it cannot be imported "
+            f"({error}): pip install 'hf-emopt[8bit]' or pip install 'bitsandbytes>=0.50'; or use state_dtype='bfloat16'"
+        ) from error
+    return functional
+
+
+@functools.lru_cache(maxsize=64)
+def _map(signed: bool, device: torch.device) -> Tensor:
+    """The 256 values of codes, ascending, in [-1, 1] or [0, 1]."""
+    return require_library().create_dynamic_map(signed=signed).to(device)  # type: ignore[no-any-return]
+
+
+def _is_second(name: str) -> bool:
+    return name.partition(".")[0] in _SECOND
+
+
+def _in_blocks(value: Tensor, lead: int) -> tuple[Tensor, int, int]:
+    """A tensor as ``(rows, padded row)``, the length of a row without padding, and that of a block."""
+    row = math.prod(value.shape[lead:])
+    block = _block(row)
+    rows = value.reshape(-1, row)
+    return (torch.nn.functional.pad(rows, (0, -row % block)) if row % block else rows), row, block
+
+
+def _encoded(value: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """Codes, shaped as the moment, and scales."""
+    lead = _lead(name)
+    scale_size = scale_shape(value.shape, lead)
+    if not value.numel():
+        return value.to(torch.uint8), value.new_empty(scale_size, dtype=torch.float32)
+    value = value.float()
+    rows, row, block = _in_blocks(value.sqrt() if _is_second(name) else value, lead)
+    codes, scales = _quantized(rows.contiguous(), _map(not _is_second(name), value.device), block)
+    if _is_second(name):  # zero is the lowest code
+        codes = torch.maximum(codes, (rows > 0).to(torch.uint8))
+    return codes[:, :row].reshape(value.shape), scales.view(scale_size)
+
+
+def _quantized(rows: Tensor, values: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """The nearest value of each element, relative to the largest of its block, and these largest."""
+    if rows.device.type != "cpu":
+        codes, how = require_library().quantize_blockwise(rows, code=values, blocksize=block)
+        return codes, how.absmax
+    # The library's CPU kernel looks up in a coarser table: zero comes back as 2e-5 of the largest, which Adam would step by.
+    blocks = rows.view(-1, block)
+    scales = blocks.abs().amax(1)
+    relative = blocks / scales.clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(1)
+    middles = (values[1:] + values[:-1]) / 2
+    return torch.bucketize(relative, middles, out_int32=True).to(torch.uint8).view(rows.shape), scales
+
+
+def _decoded(codes: Tensor, scale: Tensor, name: str) -> Tensor:
+    """The inverse of :func:`_encoded`, float32."""
+    if not codes.numel():
+        return codes.float()
+    rows, row, block = _in_blocks(codes, _lead(name))
+    values: Tensor = require_library().dequantize_blockwise(
+        rows.contiguous(), absmax=scale.reshape(-1), code=_map(not _is_second(name), codes.device), blocksize=block
+    )
+    values = values[:, :row].reshape(codes.shape)
+    return values.square_() if _is_second(name) else values

@@ -1,0 +1,317 @@
+"""Elementwise passes over many tensors at once: momentum, copies with a cast and a scale, and the weights' step.
+
+What takes part is described once, as *runs*: stretches of elements that lie one after another in a tensor of one list (the
+left) and in a tensor of another (the right). Then each pass is one launch of a Triton kernel, whatever the number of tensors;
+elsewhere a caller uses torch's foreach functions, which do the same sums.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf_emopt.kernels.multi_tensor_table import Prepared, _Chunks
+from hf_emopt.kernels.triton.runtime import current_stream, interpreting, supported
+
+__all__ = ["Runs", "all_finite", "contiguous_run", "fits", "runs_work", "whole_tensors"]
+
+
+Index = tuple[slice, ...]
+
+_dtype_of = operator.attrgetter("dtype")
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_KEPT_TABLES = 16
+
+
+def runs_work(device: torch.device) -> bool:
+    """Whether the kernels run on tensors of a device."""
+    return (device.type == "cuda" or (device.type == "cpu" and interpreting())) and supported(device)
+
+
+def contiguous_run(where: Index, shape: Sequence[int]) -> tuple[int, int] | None:
+    """``(offset, numel)`` of a box in a contiguous tensor, or ``None`` where its elements do not follow one another."""
+    offset, numel, open_ended = 0, 1, True
+    stride = math.prod(shape)
+    for piece, size in zip(where, shape):
+        stride //= max(size, 1)
+        length = piece.stop - piece.start
+        offset += piece.start * stride
+        if not open_ended and length != size:
+            return None
+        if length != 1:  # from here on every dimension must be whole
+            open_ended = False
+        numel *= length
+    return offset, numel
+
+
+class Runs:
+    """Stretches of elements that tensors of two lists have in common.
+
+    Args:
+        runs: ``(left tensor, offset in it, right tensor, offset in it, elements)``; tensors are contiguous, offsets in
+            elements.
+    """
+
+    BLOCK = 4096
+    """Elements of a program: 16 for each of 256 threads."""
+
+    def __init__(self, runs: Sequence[tuple[int, int, int, int, int]]) -> None:
+        table = np.array(runs, dtype=np.int64).reshape(-1, 5).T
+        table = table[:, table[4] > 0]
+        self.left, self.left_offset, self.right, self.right_offset, self.numel = table
+        # By what scales are counted, also where tensors are parts of larger ones.
+        self._left_part, self._right_part = self.left, self.right
+        self._chunks: dict[tuple[torch.device, int], _Chunks] = {}
+        self._tables: OrderedDict[Hashable, Prepared] = OrderedDict()
+        self._scales: dict[tuple[torch.device, tuple[float, ...]], Tensor] = {}
+        self._even = bool((self.numel % 16 == 0).all())
+
+    def __len__(self) -> int:
+        return len(self.numel)
+
+    def within(
+        self, *, left: Sequence[tuple[int, int]] | None = None, right: Sequence[tuple[int, int]] | None = None
+    ) -> Runs:
+        """The same where tensors of a list are contiguous parts of larger ones, which then are the list.
+
+        Scales are still one for each part.
+
+        Args:
+            left, right: for each tensor of that list ``(number of the larger one, offset in it)``; ``None`` where they are as
+                they are.
+        """
+        runs = Runs([*zip(self.left, self.left_offset, self.right, self.right_offset, self.numel)])
+        if left is not None and len(runs):
+            where = np.array(left, dtype=np.int64)[self.left]
+            runs.left, runs.left_offset = where[:, 0], self.left_offset + where[:, 1]
+        if right is not None and len(runs):
+            where = np.array(right, dtype=np.int64)[self.right]
+            runs.right, runs.right_offset = where[:, 0], self.right_offset + where[:, 1]
+        runs._left_part, runs._right_part = self._left_part, self._right_part
+        return runs
+
+    # ------------------------------------------------------------------ passes
+
+    def momentum(
+        self,
+        grads: Sequence[Tensor],
+        buffers: Sequence[Tensor],
+        outs: Sequence[Tensor],
+        momentum: float,
+        nesterov: bool,
+        ok: Tensor | None,
+    ) -> None:
+        """``m += (1 - mu) (g - m)`` in place, and ``g + mu (m - g)`` (or ``m`` without Nesterov) to the right.
+
+        Args:
+            grads, buffers: left lists; float32, bfloat16 or float16 each, buffers float32.
+            outs: right list, of one dtype.
+            ok: scalar bool on the device; where ``False`` gradients are read as the momentum itself.
+        """
+        if not len(self):
+            return
+        from hf_emopt.kernels.triton.multi_tensor_launch import launch_momentum
+
+        prepared = self._prepared((grads, buffers), (outs,), outs[0].device)
+        launch_momentum(prepared, grads, buffers, outs, momentum, nesterov, ok)
+
+    def to_right(
+        self,
+        left: Sequence[Tensor],
+        right: Sequence[Tensor],
+        scales: Sequence[float] | None = None,
+        ok: Tensor | None = None,
+    ) -> None:
+        """Copies with a cast, times one float32 scale for each left tensor if given; zeros where ``ok``, a scalar bool on the
+        device, is ``False``, whatever is on the left."""
+        if len(self):
+            self._copy(self._prepared((left,), (right,), right[0].device), left, right, scales, self._left_part, ok)
+
+    def to_left(self, right: Sequence[Tensor], left: Sequence[Tensor], scales: Sequence[float] | None = None) -> None:
+        """Copies with a cast, times one float32 scale for each right tensor if given."""
+        if len(self):
+            prepared = self._prepared((left,), (right,), left[0].device, right_first=True)
+            self._copy(prepared, right, left, scales, self._right_part)
+
+    def apply(
+        self,
+        weights: Sequence[Tensor],
+        updates: Sequence[Tensor],
+        lr: float,
+        shrink: float,
+        ok: Tensor | None,
+        scales: Sequence[float] | None = None,
+        cautious: bool = False,
+        after: bool = False,
+    ) -> None:
+        """``p <- (1 - shrink) p - lr scale u`` in place on the left.
+
+        Args:
+            weights: left list, float32.
+            updates: right list, of one dtype.
+            ok: scalar bool on the device; ``False`` leaves the weights as they are.
+            scales: one for each right tensor.
+            cautious: shrink only where the update pulls the weight towards zero.
+            after: shrink what the update has made of the weight.
+        """
+        if not len(self):
+            return
+        from hf_emopt.kernels.triton.multi_tensor_launch import launch_apply
+
+        device = weights[0].device
+        prepared = self._prepared((weights,), (updates,), device)
+        factors = None if scales is None else self._scale_table(scales, self._right_part, device)
+        decay = 0 if shrink == 0.0 else 3 if cautious else 2 if after else 1
+        launch_apply(prepared, weights, updates, factors, lr, shrink, decay, ok)
+
+    def _copy(
+        self,
+        prepared: Prepared,
+        source: Sequence[Tensor],
+        target: Sequence[Tensor],
+        scales: Sequence[float] | None,
+        which: np.ndarray,
+        ok: Tensor | None = None,
+    ) -> None:
+        from hf_emopt.kernels.triton.multi_tensor_launch import launch_copy
+
+        factors = None if scales is None else self._scale_table(scales, which, target[0].device)
+        launch_copy(prepared, source, target, factors, ok)
+
+    # ------------------------------------------------------------------ tables
+
+    def _prepared(
+        self,
+        left: Sequence[Sequence[Tensor]],
+        right: Sequence[Sequence[Tensor]],
+        device: torch.device,
+        right_first: bool = False,
+    ) -> Prepared:
+        """What a launch over lists of tensors takes, addresses of the left ones first, or of the right ones.
+
+        Most steps find their tensors where the last ones did: then nothing is worked out and nothing is sent. A table is for
+        the stream that was made to wait for it.
+        """
+        key = (device, current_stream(device), self.BLOCK, right_first, *map(_pointers, left), *map(_pointers, right))
+        known = self._tables.get(key)
+        if known is None:
+            known = self._tables[key] = self._make(left, right, device, right_first)
+            while len(self._tables) > _KEPT_TABLES:
+                self._tables.popitem(last=False)
+        self._tables.move_to_end(key)
+        return known
+
+    def _make(
+        self,
+        left: Sequence[Sequence[Tensor]],
+        right: Sequence[Sequence[Tensor]],
+        device: torch.device,
+        right_first: bool,
+    ) -> Prepared:
+        rows = [_addresses(tensors, self.left, self.left_offset) for tensors in left]
+        others = [_addresses(tensors, self.right, self.right_offset) for tensors in right]
+        rows = [*others, *rows] if right_first else [*rows, *others]
+        # Rows begin at multiples of 16 bytes.
+        table = np.zeros((len(rows), len(self) + len(self) % 2), dtype=np.int64)
+        table[:, : len(self)] = rows
+        sent = _sent(torch.from_numpy(table), device)
+        chunks = self._chunks_on(device)
+        aligned = self._even and not (table & 15).any()
+        return Prepared(
+            chunks.run_of,
+            chunks.start_of,
+            chunks.numel_of,
+            chunks.count,
+            tuple(sent.unbind(0)),
+            bool(aligned),
+            self.BLOCK,
+        )
+
+    def _chunks_on(self, device: torch.device) -> _Chunks:
+        key = (device, self.BLOCK)
+        if key not in self._chunks:
+            counts = -(-self.numel // self.BLOCK)
+            run_of = np.repeat(np.arange(len(self), dtype=np.int32), counts)
+            first = np.repeat(np.cumsum(counts) - counts, counts)
+            start_of = (np.arange(len(run_of), dtype=np.int64) - first) * self.BLOCK
+            tables = [torch.from_numpy(part).to(device) for part in (run_of, start_of, self.numel.copy())]
+            self._chunks[key] = _Chunks(tables[0], tables[1], tables[2], len(run_of))
+        return self._chunks[key]
+
+    def _scale_table(self, scales: Sequence[float], which: np.ndarray, device: torch.device) -> Tensor:
+        key = (device, tuple(scales))
+        if key not in self._scales:
+            self._scales[key] = torch.tensor(np.array(scales, dtype=np.float32)[which], device=device)
+        return self._scales[key]
+
+
+def _sent(table: Tensor, device: torch.device) -> Tensor:
+    """A table on the device. It travels on a stream of its own: a GPU copies from the host in the order in which copies can
+    begin, and on the current stream, whose turn comes late, a few bytes would wait behind all that a loader or offloaded
+    state has begun to send meanwhile."""
+    if device.type != "cuda":
+        return table
+    pinned = table.pin_memory()
+    if torch.cuda.is_current_stream_capturing():
+        return pinned.to(device, non_blocking=True)
+    current, stream = torch.cuda.current_stream(device), _upload_stream(device)
+    with torch.cuda.stream(stream):
+        sent = pinned.to(device, non_blocking=True)
+    current.wait_stream(stream)
+    # Its memory is the other stream's, which must not use it again before this one has read.
+    sent.record_stream(current)
+    return sent
+
+
+@functools.cache
+def _upload_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def _pointers(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """Where tensors of one dtype lie, and how wide their elements are."""
+    return (tensors[0].element_size() if tensors else 0, *map(Tensor.data_ptr, tensors))
+
+
+def _addresses(tensors: Sequence[Tensor], which: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    if not tensors:
+        return np.zeros(0, dtype=np.int64)
+    starts = np.array([*map(Tensor.data_ptr, tensors)], dtype=np.int64)
+    return starts[which] + offsets * tensors[0].element_size()  # type: ignore[no-any-return]
+
+
+def fits(tensors: Sequence[Tensor], device: torch.device) -> bool:
+    """Whether a list of tensors can take part: contiguous, of one dtype that kernels know, on the device."""
+    if not tensors:
+        return True
+    dtype, first = tensors[0].dtype, tensors[0].device
+    if dtype not in _DTYPES or first != device:
+        return False
+    # Every tensor of a step comes by here, so nothing of Python's runs for each of them.
+    alike = len(set(map(Tensor.get_device, tensors))) == 1 and len(set(map(_dtype_of, tensors))) == 1
+    return alike and all(map(Tensor.is_contiguous, tensors))
+
+
+@functools.lru_cache(maxsize=64)
+def whole_tensors(sizes: tuple[int, ...]) -> Runs:
+    """Tensors of so many elements, each of them one run in both lists."""
+    return Runs([(k, 0, k, 0, size) for k, size in enumerate(sizes)])
+
+
+def all_finite(tensors: Sequence[Tensor]) -> Tensor:
+    """Scalar bool on the device: whether every number in contiguous tensors of one dtype and device is finite."""
+    from hf_emopt.kernels.triton.multi_tensor_launch import launch_finite
+
+    runs = whole_tensors(tuple(map(Tensor.numel, tensors)))
+    flag = torch.ones((), dtype=torch.int32, device=tensors[0].device)
+    if len(runs):
+        launch_finite(runs._prepared((tensors,), (), tensors[0].device), tensors, flag)
+    return flag.bool()

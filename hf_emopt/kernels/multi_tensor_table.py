@@ -1,0 +1,30 @@
+"""What a launch over many tensors is given: chunks, addresses by list, and alignment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+__all__ = ["Prepared"]
+
+
+@dataclass(frozen=True)
+class _Chunks:
+    run_of: Tensor
+    start_of: Tensor
+    numel_of: Tensor
+    count: int
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What every kernel takes: chunks, the addresses of runs by list, and whether all of it is aligned to 16 bytes."""
+
+    run_of: Tensor
+    start_of: Tensor
+    numel_of: Tensor
+    count: int
+    addresses: tuple[Tensor, ...]
+    aligned: bool
+    block: int

@@ -1,0 +1,380 @@
+"""Products with a symmetric operand or result, the building blocks of matrix iterations.
+
+The one place where a kernel for a product is chosen. Matrices are ``(m, n)`` or batches ``(B, m, n)`` of one floating
+dtype; nothing is changed in place unless ``out`` says so.
+
+:func:`syrk` and :func:`symmul` compute one triangle and mirror it: about half the work of a general product, and a result
+that is symmetric bit for bit. They run as Triton kernels where those are shown to pay, and otherwise in torch with the same
+rounding points: float32 sums, one rounding at the end, the lower triangle mirrored.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from hf_emopt.kernels.multi_tensor import whole_tensors
+from hf_emopt.kernels.triton import configs, runtime
+
+__all__ = [
+    "Backend",
+    "accumulate_gram",
+    "add_product",
+    "gram",
+    "kernels_pay",
+    "momentum_cast",
+    "normalize_cast",
+    "symmetric_polynomial",
+    "symmul",
+    "syrk",
+]
+
+Backend: TypeAlias = Literal["auto", "triton", "torch"]
+_HALF = (torch.bfloat16, torch.float16)
+
+
+def gram(x: Tensor) -> Tensor:
+    """``X X^T``: ``(..., m, n) -> (..., m, m)``, symmetric positive semidefinite up to rounding."""
+    return x @ x.mT
+
+
+def symmetric_polynomial(a: Tensor, b: float, c: float) -> Tensor:
+    """``b A + c A A`` for symmetric ``A`` ``(..., m, m)``, rounded once.
+
+    ``c == 0`` skips the product. That is a saving, and a must: ``torch.baddbmm`` on the CPU ignores ``beta`` for
+    bfloat16 when ``alpha`` is 0 (torch 2.13).
+    """
+    if c == 0:
+        return b * a
+    product = torch.addmm if a.ndim == 2 else torch.baddbmm
+    return product(a, a, a, beta=b, alpha=c)
+
+
+def add_product(a: float, b: Tensor, x: Tensor) -> Tensor:
+    """``a X + B X`` for symmetric ``B`` ``(..., m, m)`` and ``X`` ``(..., m, n)``, rounded once."""
+    product = torch.addmm if x.ndim == 2 else torch.baddbmm
+    return product(x, b, x, beta=a)
+
+
+# Kernels
+
+
+def kernels_pay(device: torch.device) -> bool:
+    """Whether kernels can run on the device and a measured table says where they are faster there."""
+    return _pay(device, runtime.kernels_disabled(), runtime.interpreting(), configs.chosen_table())
+
+
+@functools.cache
+def _pay(device: torch.device, disabled: bool, interpreting: bool, table: str) -> bool:
+    if disabled or not runtime.supported(device):
+        return False
+    if interpreting:
+        return device.type == "cpu"
+    capability = runtime.architecture(device)
+    return capability is not None and configs.measured(capability)
+
+
+def syrk(
+    a: Tensor,
+    c: Tensor | None = None,
+    *,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    diagonal: float = 0.0,
+    trans: bool = False,
+    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+    backend: Backend = "auto",
+) -> Tensor:
+    """``alpha A A^T + beta C + diagonal I``, or ``alpha A^T A + ...``, symmetric bit for bit.
+
+    Args:
+        a: ``(m, k)`` or ``(B, m, k)``; with ``trans`` ``(k, m)`` or ``(B, k, m)``. Any strides; neither form is copied.
+        c: ``(m, m)`` or ``(B, m, m)``, symmetric, of the result's dtype; only its lower triangle is used. May be ``out``.
+        alpha, beta, diagonal: run-time numbers; nothing is compiled anew for others.
+        out_dtype: dtype of the result, default that of ``out``, of ``c``, or of ``a``. bfloat16 and float16 factors may
+            give a float32 result, which then accumulates without rounding: ``syrk(g, l, alpha=1 - b, beta=b, out=l)``.
+        out: where the result goes, of the result's shape and dtype, rows contiguous.
+        backend: ``"auto"`` takes the kernel where it is measured to be faster; ``"triton"`` insists; ``"torch"`` never.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit, or ``backend="triton"`` where no kernel can run.
+    """
+    a = a.mT if trans else a
+    return symmul(a, a, c, alpha=alpha, beta=beta, diagonal=diagonal, out_dtype=out_dtype, out=out, backend=backend)
+
+
+def symmul(
+    a: Tensor,
+    b: Tensor,
+    c: Tensor | None = None,
+    *,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    diagonal: float = 0.0,
+    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+    backend: Backend = "auto",
+) -> Tensor:
+    """``alpha A B^T + beta C + diagonal I`` for factors whose product ``A B^T`` is symmetric.
+
+    The product of symmetric matrices is symmetric when they commute, as polynomials of one matrix do; that it is so is up to
+    the caller, since half of it is never computed. Arguments as for :func:`syrk`; ``b`` has the shape of ``a``.
+    """
+    dtype = _result_dtype(a, c, out_dtype, out)
+    _check_product(a, b, c, out, dtype)
+    if not _is_plain(a, b, c, out) and out is None:
+        return torch.ops.hf_emopt.symmul(a, b, c, alpha, beta, diagonal, dtype, backend)
+    result = a.new_empty((*a.shape[:-1], a.shape[-2]), dtype=dtype) if out is None else out
+    _symmul_into(a, b, c, result, alpha, beta, diagonal, backend)
+    return result
+
+
+def accumulate_gram(
+    c: Tensor, a: Tensor, scale: Tensor, alpha: float, beta: Tensor, *, backend: Backend = "auto"
+) -> Tensor:
+    """``C <- beta C + alpha s^2 A A^T`` in place, of matrices ``s A`` held in 16 bits as ``A``; symmetric bit for bit.
+
+    Args:
+        c: ``(B, m, m)`` float32, symmetric; its lower triangle counts.
+        a: ``(B, m, k)`` bfloat16 or float16, any strides.
+        scale: ``(B,)`` float32, ``s``, such that neither ``alpha s^2`` nor its inverse leaves float32; or 0 for a matrix that
+            is zero, and then ``C`` is exactly ``beta C``.
+        beta: ``(B,)`` float32, on the device as ``scale`` is: no host sees either.
+    """
+    if _on_kernels(a, backend) and c.stride(-1) == 1:
+        from hf_emopt.kernels.triton.symmetric_launch import symmetric_product
+
+        both = torch.stack((scale, beta), dim=1)
+        return symmetric_product(a, a, c, c, alpha=alpha, beta=1.0, correction=both, power=3)
+    value = _wide_product(a, a, torch.float32).mul_((alpha * scale.square()).view(-1, 1, 1))
+    return c.copy_(_mirrored(value.add_(c * beta.view(-1, 1, 1)), 0.0, torch.float32))
+
+
+def _is_plain(*tensors: Tensor | None) -> bool:
+    """Neither tracing nor a subclass: then a kernel may be launched here; otherwise the dispatcher has to see an operator."""
+    if torch.compiler.is_compiling():
+        return False
+    return all(x is None or type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
+
+
+def _result_dtype(a: Tensor, c: Tensor | None, out_dtype: torch.dtype | None, out: Tensor | None) -> torch.dtype:
+    given = {
+        x for x in (out_dtype, None if out is None else out.dtype, None if c is None else c.dtype) if x is not None
+    }
+    if len(given) > 1:
+        names = ", ".join(sorted(str(x).removeprefix("torch.") for x in given))
+        raise ValueError(f"c, out and out_dtype must agree on the result's dtype, got {names}")
+    return given.pop() if given else a.dtype
+
+
+def _check_product(a: Tensor, b: Tensor, c: Tensor | None, out: Tensor | None, dtype: torch.dtype) -> None:
+    if a.ndim not in (2, 3) or a.shape != b.shape or a.dtype != b.dtype:
+        raise ValueError(
+            f"factors must be (m, k) or (B, m, k) of one dtype, got {tuple(a.shape)} {a.dtype} and {tuple(b.shape)} {b.dtype}"
+        )
+    if dtype != a.dtype and not (a.dtype in _HALF and dtype == torch.float32):
+        raise ValueError(f"{a.dtype} factors give {a.dtype} or, for bfloat16 and float16, float32 results, not {dtype}")
+    shape = (*a.shape[:-1], a.shape[-2])
+    for name, x in (("c", c), ("out", out)):
+        if x is not None and tuple(x.shape) != shape:
+            raise ValueError(f"{name} must have the result's shape {shape}, got {tuple(x.shape)}")
+
+
+def _on_kernels(a: Tensor, backend: Backend) -> bool:
+    """Whether products of ``a`` run on the kernels, or on torch."""
+    if backend == "torch":
+        return False
+    able = a.dtype in _HALF and a.numel() > 0 and runtime.supported(a.device)
+    if backend == "triton" and not able:
+        raise ValueError(
+            f"backend='triton' needs bfloat16 or float16 factors on an NVIDIA GPU of capability 8.0 or higher and Triton 3.4 "
+            f"or later, without {runtime.DISABLE_VARIABLE}; got {a.dtype} on {a.device}: use backend='auto'"
+        )
+    return able and (backend == "triton" or kernels_pay(a.device))
+
+
+def _symmul_into(
+    a: Tensor,
+    b: Tensor,
+    c: Tensor | None,
+    out: Tensor,
+    alpha: float,
+    beta: float,
+    diagonal: float,
+    backend: Backend,
+) -> None:
+    on_kernels = _on_kernels(a, backend) and (alpha != 0.0 or backend == "triton")  # alpha 0: no product is asked for
+    if on_kernels and out.stride(-1) == 1 and (c is None or c.stride(-1) == 1):
+        from hf_emopt.kernels.triton.symmetric_launch import symmetric_product
+
+        symmetric_product(a, b, c, out, alpha=alpha, beta=beta, diagonal=diagonal)
+        return
+    if a.is_cuda and a.dtype in _HALF and out.dtype == a.dtype and alpha != 0.0:
+        # One general product with the same sums; only the lower triangle of it counts.
+        into = (torch.mm if a.ndim == 2 else torch.bmm) if c is None and alpha == 1.0 else None
+        if into is not None:
+            into(a, b.mT, out=out)
+        else:
+            (torch.addmm if a.ndim == 2 else torch.baddbmm)(
+                out if c is None else c, a, b.mT, beta=0.0 if c is None else beta, alpha=alpha, out=out
+            )
+        if diagonal != 0.0:
+            out.diagonal(dim1=-2, dim2=-1).add_(diagonal)
+        out.copy_(out.tril() + out.tril(-1).mT)
+        return
+    value = _wide_product(a, b, out.dtype).mul_(alpha)
+    if c is not None:
+        value.add_(c, alpha=beta)
+    out.copy_(_mirrored(value, diagonal, out.dtype))
+
+
+def _wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """``A B^T`` in float32 (float64 for float64), before any rounding to 16 bits."""
+    if a.dtype not in _HALF:
+        return a @ b.mT
+    if a.is_cuda:
+        try:
+            return (torch.mm if a.ndim == 2 else torch.bmm)(a, b.mT, out_dtype=torch.float32)
+        except TypeError:  # torch < 2.8 has no out_dtype
+            pass
+    return a.float() @ b.float().mT
+
+
+def _mirrored(value: Tensor, diagonal: float, dtype: torch.dtype) -> Tensor:
+    if diagonal != 0.0:
+        value = value.clone()
+        value.diagonal(dim1=-2, dim2=-1).add_(diagonal)
+    rounded = value.to(dtype)
+    return rounded.tril() + rounded.tril(-1).mT
+
+
+def normalize_cast(
+    x: Tensor, dtype: torch.dtype, factor: float = 1.0, *, out: Tensor | None = None, backend: Backend = "auto"
+) -> Tensor:
+    """``factor X / ||X||_F`` of each matrix in ``dtype``; zeros for a zero matrix.
+
+    The norm is taken in float32 on numbers scaled by a power of two: the result is the same for ``X`` and ``2 ** k X`` in all
+    the normal range of float32, deterministic, and no host sees it. A NaN or an infinity makes its matrix NaN.
+
+    Args:
+        x: ``(m, n)`` or ``(B, m, n)``, float32, bfloat16 or float16 (others through torch).
+        dtype: of the result, which is contiguous unless ``x`` is the transpose of a contiguous tensor.
+        out: where the result goes, with the strides that it would have.
+    """
+    if x.ndim not in (2, 3):
+        raise ValueError(f"normalize_cast needs (m, n) or (B, m, n), got {tuple(x.shape)}")
+    if not _is_plain(x) and out is None:
+        return torch.ops.hf_emopt.normalize_cast(x, dtype, factor, backend)
+    if out is None:
+        out = torch.empty_like(x.mT, dtype=dtype).mT if _transposed(x) else x.new_empty(x.shape, dtype=dtype)
+    _normalize_cast_into(x, factor, out, backend)
+    return out
+
+
+def _transposed(x: Tensor) -> bool:
+    return x.stride(-1) != 1 and x.mT.is_contiguous()
+
+
+def _normalize_cast_into(x: Tensor, factor: float, out: Tensor, backend: Backend) -> None:
+    if _transposed(x):
+        x, out = x.mT, out.mT
+    fits = x.dtype in (torch.float32, *_HALF) and out.dtype in (torch.float32, *_HALF) and x.numel() > 0
+    if backend == "triton" and not (fits and runtime.supported(x.device)):
+        raise ValueError(f"backend='triton' cannot normalize {x.dtype} on {x.device}: use backend='auto'")
+    if backend != "torch" and fits and out.is_contiguous() and (backend == "triton" or kernels_pay(x.device)):
+        from hf_emopt.kernels.triton.elementwise_launch import normalize_cast as launch
+
+        source = x.contiguous()
+        launch(*((source, factor, out) if x.ndim == 3 else (source[None], factor, out[None])))
+        return
+    wide = x if x.dtype == torch.float64 else x.float()
+    peak: Tensor = torch.linalg.vector_norm(wide, ord=float("inf"), dim=(-2, -1), keepdim=True)
+    # A power of two, so that dividing by it is exact.
+    scale = torch.exp2(torch.floor(torch.log2(peak.masked_fill(peak == 0, 1.0))))
+    y = wide / scale
+    norm: Tensor = torch.linalg.vector_norm(y, dim=(-2, -1), keepdim=True)
+    norm.masked_fill_(norm.isinf(), float("nan")).masked_fill_(norm == 0, 1.0)
+    out.copy_(y * (factor / norm))
+
+
+def momentum_cast(
+    grad: Tensor,
+    buffer: Tensor,
+    momentum: float,
+    *,
+    nesterov: bool = True,
+    out: Tensor,
+    ok: Tensor | None = None,
+    backend: Backend = "auto",
+) -> Tensor:
+    """In one pass: ``m <- m + (1 - mu) (g - m)`` in place, and ``g + mu (m - g)`` (``nesterov``) or ``m`` into ``out``.
+
+    Args:
+        grad, buffer, out: of one size; ``out`` may be a slice of an exchange buffer, of any float dtype, and is what the
+            update is packed into.
+        ok: scalar bool on the device; ``False`` leaves ``buffer`` as it is, and ``out`` is ``buffer``.
+    """
+    if not grad.numel() == buffer.numel() == out.numel():
+        raise ValueError(
+            f"grad, buffer and out must be of one size, got {grad.numel()}, {buffer.numel()}, {out.numel()}"
+        )
+    plain = all(x.is_contiguous() for x in (grad, buffer, out)) and buffer.dtype == torch.float32 and buffer.numel() > 0
+    if backend != "torch" and plain and (kernels_pay(grad.device) or backend == "triton"):
+        whole_tensors((grad.numel(),)).momentum([grad], [buffer], [out], momentum, nesterov, ok)
+        return out
+    g = grad.to(buffer.dtype).view_as(buffer)
+    if ok is not None:
+        g = torch.where(ok, g, buffer)
+    buffer.add_(g - buffer, alpha=1.0 - momentum)
+    update = g + momentum * (buffer - g) if nesterov else buffer
+    out.copy_(update.view_as(out))
+    return out
+
+
+# Operators, for torch.compile and for tensor subclasses, which then meet a rule of theirs or an error of torch's
+
+
+@torch.library.custom_op("hf_emopt::symmul", mutates_args=())
+def _symmul_op(
+    a: Tensor,
+    b: Tensor,
+    c: Tensor | None,
+    alpha: float,
+    beta: float,
+    diagonal: float,
+    out_dtype: torch.dtype,
+    backend: str,
+) -> Tensor:
+    out = a.new_empty((*a.shape[:-1], a.shape[-2]), dtype=out_dtype)
+    _symmul_into(a, b, c, out, alpha, beta, diagonal, backend)  # type: ignore[arg-type]
+    return out
+
+
+@_symmul_op.register_fake
+def _(
+    a: Tensor,
+    b: Tensor,
+    c: Tensor | None,
+    alpha: float,
+    beta: float,
+    diagonal: float,
+    out_dtype: torch.dtype,
+    backend: str,
+) -> Tensor:
+    return a.new_empty((*a.shape[:-1], a.shape[-2]), dtype=out_dtype)
+
+
+@torch.library.custom_op("hf_emopt::normalize_cast", mutates_args=())
+def _normalize_cast_op(x: Tensor, dtype: torch.dtype, factor: float, backend: str) -> Tensor:
+    out = torch.empty_like(x.mT, dtype=dtype).mT if _transposed(x) else x.new_empty(x.shape, dtype=dtype)
+    _normalize_cast_into(x, factor, out, backend)  # type: ignore[arg-type]
+    return out
+
+
+@_normalize_cast_op.register_fake
+def _(x: Tensor, dtype: torch.dtype, factor: float, backend: str) -> Tensor:
+    return torch.empty_like(x.mT, dtype=dtype).mT if _transposed(x) else x.new_empty(x.shape, dtype=dtype)

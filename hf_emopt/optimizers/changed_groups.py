@@ -1,0 +1,74 @@
+"""Hyperparameters that somebody writes into ``param_groups`` of a running optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hf_emopt.optimizers.validation import validate_group
+from hf_emopt.rules.base import Group, MatrixRule
+from hf_emopt.state.forms import elementwise_state, unit_state
+
+__all__ = ["ChangedGroups"]
+
+_FORMS = ("state_dtype", "factor_storage", "low_precision_weights")
+"""They say in which form state is kept, which is made when a parameter is first stepped."""
+
+_FREE = frozenset({"lr", "initial_lr", "max_lr", "min_lr", "rounding_seed"})
+"""What changes in most steps, and is no more than a number."""
+
+
+class ChangedGroups:
+    """Checks groups as the constructor does, when they are not what they were.
+
+    Args:
+        rule: of the matrices.
+        groups: the optimizer's own, which are looked at again in :meth:`check`.
+    """
+
+    def __init__(self, rule: MatrixRule, groups: Sequence[Group]) -> None:
+        self._rule, self._groups = rule, groups
+        self._known = [_values(group) for group in groups]
+
+    def check(self) -> None:
+        """To be called before each step.
+
+        Raises:
+            ValueError: a value is out of range, or asks for state that there is none of.
+        """
+        for index, (group, known) in enumerate(zip(self._groups, self._known)):
+            now = _values(group)
+            if now != known:
+                self._check(group, known)
+                self._known[index] = now
+
+    def _check(self, group: Group, known: dict[str, Any]) -> None:
+        try:
+            validate_group({**group, "params": []}, self._rule, [], {"lr": None, "weight_decay": None})
+        except ValueError as error:
+            raise ValueError(f"the group {group['name']!r} was changed between steps: {error}") from None
+        changed = [key for key in known if group.get(key) != known[key]]
+        if changed == ["weight_decay"]:  # which many schedules change in every step
+            return
+        before = {**group, **known}
+        more = self._names(group) - self._names(before)
+        if not more and all(group.get(key) == known.get(key) for key in _FORMS):
+            return
+        what = ", ".join(f"{key} from {known[key]!r} to {group.get(key)!r}" for key in changed)
+        raise ValueError(
+            f"the group {group['name']!r} was changed between steps, {what}: that needs other state than there is. Build a "
+            "new optimizer with it, which can load this one's state_dict() where only the form of state differs"
+        )
+
+    def _names(self, group: Group) -> set[str]:
+        """Entries of state that its parameters have."""
+        like = torch.empty(2, 2, device="meta")
+        names = set(elementwise_state(self._rule, group, like, like.shape))
+        return names | (set(unit_state(self._rule, group, (1, 2, 2), like)) if group["kind"] == "matrix" else set())
+
+
+def _values(group: Group) -> dict[str, Any]:
+    plain = (bool, int, float, str, tuple, type(None))
+    return {key: value for key, value in group.items() if key not in _FREE and isinstance(value, plain)}

@@ -1,0 +1,182 @@
+"""Figures of a step under the names that logs have: by rule, by layer, and of the whole.
+
+``emopt/<rule>/<quantity>``, where the rule of the auxiliary parameters is ``adamw``; ``emopt/layers/<parameter>/<quantity>``;
+and ``emopt/skipped_steps``, ``emopt/imbalance``, ``emopt/exposed_communication_ms``. Quantities, with ``U`` the update before
+the learning rate:
+
+====================  ============================================================  =========================
+quantity              of a parameter                                                of a rule
+====================  ============================================================  =========================
+update_rms            root mean square of ``U``                                     over all elements
+weight_rms            of the weight before the step                                 over all elements
+update_ratio          ``lr update_rms / weight_rms``                                likewise; also the largest
+orthogonality_error   ``|G - I|_F / sqrt(s)``, ``G`` the smaller Gram matrix of     largest
+                      ``U`` without its factor by shape, ``s`` its side
+momentum_norm         Frobenius norm of the first moment                            of all together
+effective_lr          learning rate times the rule's factor by shape                mean over elements
+condition_number      largest of its factors'                                       largest
+refresh_age           steps since the statistics that its preconditioner is from    largest
+failures              refreshes that failed in a row                                all so far, on all ranks
+====================  ============================================================  =========================
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from hf_emopt.engine.step_metrics import Figures, ParameterFigures, Watch
+
+if TYPE_CHECKING:
+    from hf_emopt.optimizers.interface import Steppable
+
+__all__ = ["LAYERS", "PREFIX", "QUANTITIES", "Diagnostics", "Level", "check_level", "named"]
+
+Level = Literal["summary", "layers"]
+
+PREFIX = "emopt/"
+LAYERS = PREFIX + "layers/"
+
+QUANTITIES: dict[str, str] = {
+    "update_rms": "RMS of the update, before the learning rate",
+    "weight_rms": "RMS of the weight",
+    "update_ratio": "relative size of a step: lr × update RMS / weight RMS",
+    "orthogonality_error": "distance of the update from orthogonal",
+    "momentum_norm": "norm of the momentum",
+    "effective_lr": "learning rate × factor by shape",
+    "condition_number": "condition number of the factors, largest",
+    "refresh_age": "steps since the statistics of the preconditioner",
+    "failures": "refreshes that failed in a row",
+}
+"""Quantities of a layer, and what they are."""
+
+
+class Diagnostics:
+    """Whether an optimizer's steps are measured, and the figures of the last one that was.
+
+    Attributes:
+        watch: measures the steps; ``None`` while nobody wants to know.
+        values: the last figures by name; empty on all ranks but the first.
+        level: what ``values`` are to have.
+    """
+
+    def __init__(self) -> None:
+        self.watch: Watch | None = None
+        self.values: dict[str, float] = {}
+        self.level: Level | None = None
+        self._watch = Watch()
+
+    def start(self) -> None:
+        """The next steps are measured."""
+        self.watch = self._watch
+
+    def stop(self) -> None:
+        """The next steps are not measured; what was measured since the last :meth:`read` is forgotten."""
+        if self.watch is not None:
+            self.watch, self._watch = None, Watch()
+
+    def read(self, optimizer: Steppable, level: Level) -> bool:
+        """Reads what was measured into ``values``, and measures no more. Collective; ``False`` when no step was measured."""
+        watch, self.watch, self.values = self._watch, None, {}
+        if not watch.measured:
+            return False
+        by_wrapper = optimizer._skipped_by_wrapper
+        figures = watch.read(optimizer._skipped, 0 if by_wrapper is None else by_wrapper())
+        if figures is not None:
+            self.values = named(figures, level)
+        return True
+
+    @contextmanager
+    def measuring(self, optimizer: Steppable, level: Level) -> Iterator[dict[str, float]]:
+        """See :meth:`hf_emopt.optimizers.base.MatrixOptimizer.diagnostics`."""
+        check_level(level, "level")
+        values: dict[str, float] = {}
+        self.start()
+        try:
+            yield values
+        except BaseException:
+            self.stop()
+            raise
+        if not self.read(optimizer, level):
+            raise RuntimeError("diagnostics() measured nothing: call optimizer.step() inside the with block")
+        values.update(self.values)
+
+
+def check_level(level: object, where: str) -> None:
+    """Raises ``ValueError`` for a level that there is not."""
+    if level not in get_args(Level):
+        raise ValueError(f"{where}={level!r} is not one of {', '.join(get_args(Level))}")
+
+
+def named(figures: Figures, level: Level) -> dict[str, float]:
+    """Figures by the names that logs have."""
+    values: dict[str, float] = {}
+    rules: dict[str, list[ParameterFigures]] = {}
+    for figure in figures.parameters.values():
+        rules.setdefault(figure.rule, []).append(figure)
+    for rule, members in rules.items():
+        failures = figures.failures if any(f.failures is not None for f in members) else None
+        values.update(_keyed(f"{PREFIX}{rule}/", _of_rule(members, failures)))
+    values[f"{PREFIX}skipped_steps"] = figures.skipped_steps
+    values[f"{PREFIX}imbalance"] = figures.imbalance
+    values[f"{PREFIX}exposed_communication_ms"] = 1e3 * figures.waited
+    if level == "layers":
+        for name, figure in figures.parameters.items():
+            values.update(_keyed(f"{LAYERS}{name}/", _of_parameter(figure)))
+    return values
+
+
+def _keyed(prefix: str, found: dict[str, float | None]) -> dict[str, float]:
+    return {prefix + key: value for key, value in found.items() if value is not None}
+
+
+def _of_parameter(f: ParameterFigures) -> dict[str, float | None]:
+    numel = max(1, f.numel)
+    return {
+        "update_rms": f.update / math.sqrt(numel),
+        "weight_rms": f.weight / math.sqrt(numel),
+        "update_ratio": _ratio(f),
+        "orthogonality_error": f.orthogonality_error,
+        "momentum_norm": f.momentum,
+        "effective_lr": _effective(f),
+        "condition_number": f.condition_number,
+        "refresh_age": f.refresh_age,
+        "failures": f.failures,
+    }
+
+
+def _of_rule(members: list[ParameterFigures], failures: int | None) -> dict[str, float | None]:
+    numel = max(1, sum(f.numel for f in members))
+    update, weight = _together(f.update for f in members), _together(f.weight for f in members)
+    step = _together(f.lr * f.update for f in members)
+    momenta = [f.momentum for f in members if f.momentum is not None]
+
+    def largest(what: Callable[[ParameterFigures], Any]) -> Any:
+        return max((x for f in members if (x := what(f)) is not None), default=None)
+
+    return {
+        "update_rms": update / math.sqrt(numel),
+        "weight_rms": weight / math.sqrt(numel),
+        "update_ratio": step / weight if weight else None,
+        "update_ratio_max": largest(_ratio),
+        "orthogonality_error": largest(lambda f: f.orthogonality_error),
+        "momentum_norm": _together(momenta) if momenta else None,
+        "effective_lr": sum(_effective(f) * f.numel for f in members) / numel,
+        "condition_number": largest(lambda f: f.condition_number),
+        "refresh_age": largest(lambda f: f.refresh_age),
+        "failures": failures,
+    }
+
+
+def _ratio(f: ParameterFigures) -> float | None:
+    return f.lr * f.update / f.weight if f.weight else None
+
+
+def _effective(f: ParameterFigures) -> float:
+    return f.lr * f.gain if f.moved else 0.0
+
+
+def _together(norms: Iterable[float]) -> float:
+    return math.sqrt(sum(n * n for n in norms))

@@ -1,0 +1,294 @@
+"""Parameter groups out of whatever the user passed: a model, named parameters, parameters, or groups of them.
+
+Everything that a group says of its parameters is kept there by name and as plain values, because wrappers replace
+Parameter objects, drop their attributes and deep-copy groups, and because a checkpoint must load without our classes.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_emopt.routing.lora import LORA_MODES, pack_adapter, unpack_adapter
+from hf_emopt.routing.packing import STRUCTURAL_KEYS, pack_units, unpack_units
+from hf_emopt.routing.route import (
+    ParameterRoute,
+    RouteTable,
+    route_named_parameters,
+    route_parameters,
+    route_parameters_list,
+)
+from hf_emopt.routing.unit import Unit
+from hf_emopt.rules.base import Group, MatrixRule
+
+__all__ = ["Derived", "GroupBuilder", "check_lora_options"]
+
+
+ParamsArgument = nn.Module | Iterable[Any]
+
+
+@dataclass(frozen=True)
+class Derived:
+    """A default that follows from the other values of a group, so that a group with its own value has its own default too.
+
+    Attributes:
+        of: makes it from the group; picklable, as copies of an optimizer have it too.
+    """
+
+    of: Callable[[Group], Any]
+
+
+def check_lora_options(rule: MatrixRule, lora: str, lora_lr_ratio: float) -> None:
+    """Raises ``ValueError`` for options of adapters that are out of range, or that do not go together."""
+    if lora not in LORA_MODES:
+        raise ValueError(f"lora={lora!r} is not one of {', '.join(LORA_MODES)}")
+    if not isinstance(lora_lr_ratio, (int, float)) or not 0.0 < lora_lr_ratio < math.inf:
+        raise ValueError(f"lora_lr_ratio={lora_lr_ratio!r} must be a number above 0; 1 is one rate for both factors")
+    if lora == "joint" and not rule.steps_pairs:
+        raise ValueError(f"lora='joint' is a rule of Muon and NorMuon, {rule.name} has none: use lora='separate'")
+    if lora == "joint" and lora_lr_ratio != 1.0:
+        raise ValueError(
+            f"lora='joint' gives both factors of an adapter the step that their product needs, and lora_lr_ratio="
+            f"{lora_lr_ratio} would undo that: leave it out, or use lora='separate'"
+        )
+
+
+class GroupBuilder:
+    """Turns the ``params`` argument into groups of one kind each.
+
+    Args:
+        kind_defaults: for ``"matrix"`` and ``"aux"``, the hyperparameters that a group of that kind has, with defaults, of
+            which some may be :class:`Derived`. The learning rate and weight decay of the auxiliary groups may differ from the
+            matrices'.
+        matrix_modules, aux_modules, per_head, lora: passed on to :func:`hf_emopt.route_parameters`.
+        lora_lr_ratio: the B factors of LoRA adapters get groups of their own with the learning rate times this.
+        lora_defaults: hyperparameters that adapter matrices have instead of the others' by rank: what it returns is put into
+            groups of their own; ``None`` where they have the same.
+    """
+
+    def __init__(
+        self,
+        kind_defaults: dict[str, Group],
+        matrix_modules: str | Sequence[str] | None = None,
+        aux_modules: str | Sequence[str] | None = None,
+        per_head: bool = False,
+        lora: str = "separate",
+        lora_lr_ratio: float = 1.0,
+        lora_defaults: Callable[[int], Group] | None = None,
+    ) -> None:
+        self.kind_defaults = kind_defaults
+        self.overrides = {"matrix_modules": matrix_modules, "aux_modules": aux_modules, "per_head": per_head}
+        self.lora, self.lora_lr_ratio, self.lora_defaults = lora, lora_lr_ratio, lora_defaults
+        self.unnamed = 0
+
+    def build(self, params: ParamsArgument) -> tuple[list[Group], RouteTable]:
+        """Groups in the order matrix, matrix without decay, auxiliary, auxiliary without decay; empty ones left out.
+
+        The matrix group comes first because trainers log the learning rate of the first group.
+
+        Raises:
+            TypeError: when ``params`` is none of the accepted forms, or is a set.
+            ValueError: when it is empty, or a tensor cannot be routed without its module.
+        """
+        if isinstance(params, nn.Module):
+            named: dict[str, Tensor] = dict(params.named_parameters())
+            table = route_parameters(params, **self.overrides, lora=self.lora)  # type: ignore[arg-type]
+            if not len(table):
+                raise ValueError("the model has no trainable parameter: every requires_grad is False")
+            return self._by_route(table, named), table
+        if isinstance(params, Tensor):
+            raise TypeError("params is a single tensor; pass a list of parameters, named parameters, or the model")
+        items = _in_order(params)
+        if not items:
+            raise ValueError("params is empty; pass the model, its named_parameters(), or parameter groups")
+        if any(v for v in self.overrides.values()):
+            raise ValueError(
+                "matrix_modules, aux_modules and per_head choose among a model's modules, and only parameters were "
+                "given; pass the model itself, or groups with an explicit 'kind'"
+            )
+        if self.lora != "separate" or self.lora_lr_ratio != 1.0:
+            raise ValueError(
+                "lora and lora_lr_ratio need to know which parameters are the factors of an adapter, and only parameters "
+                "were given; pass the model itself, or for a rate of their own groups with their own 'lr'"
+            )
+        if all(isinstance(item, dict) for item in items):
+            built = [self.from_group(item) for item in items]
+            groups = [g for part, _ in built for g in part]
+            return groups, RouteTable([r for _, routes in built for r in routes])
+        groups, routes = self.from_group({"params": items})
+        return groups, RouteTable(routes)
+
+    def from_group(self, group: Group) -> tuple[list[Group], list[ParameterRoute]]:
+        """A user's group as one group of each kind in it.
+
+        ``group["kind"]`` (``"matrix"`` or ``"aux"``) decides for all its parameters; without it, names and shapes do.
+        """
+        # dtypes are kept by name, as all values in groups are plain.
+        group = {k: str(v).removeprefix("torch.") if isinstance(v, torch.dtype) else v for k, v in group.items()}
+        self._check_keys(group)
+        params = group.pop("params")
+        members = [params] if isinstance(params, Tensor) else _in_order(params)
+        names = group.pop("param_names", None)
+        if names is not None:
+            members = list(zip(names, members, strict=True))
+        adapters = group.pop("adapters", None)
+        named, routes = self._route_members(members, group.pop("kind", None), group.pop("units", None))
+        if adapters is not None:
+            known = {name: unpack_adapter(packed) for (name, _), packed in zip(members, adapters, strict=True)}
+            routes = [replace(route, adapter=known[route.name]) for route in routes]
+        result = []
+        for kind in ("matrix", "aux"):
+            chosen = [r for r in routes if r.kind == kind]
+            if chosen:
+                result.append(self._make(kind, chosen, named, dict(group)))
+        return result, routes
+
+    def _check_keys(self, group: Group) -> None:
+        """Refuses a key that is a misspelt hyperparameter; other keys of the user's own are kept, as torch keeps them."""
+        known = {key for defaults in self.kind_defaults.values() for key in defaults}
+        for key in group:
+            if key in known or key in STRUCTURAL_KEYS:
+                continue
+            if key.removeprefix("aux_") in known:
+                raise ValueError(
+                    f"group key {key!r}: inside a group it is {key.removeprefix('aux_')!r}, in a group of kind 'aux'"
+                )
+            close = difflib.get_close_matches(key, known, n=1, cutoff=0.85)
+            if close and key != "initial_lr":
+                raise ValueError(f"group key {key!r} is no hyperparameter; did you mean {close[0]!r}?")
+
+    def _route_members(
+        self, members: list[Any], kind: str | None, units: list[Any] | None
+    ) -> tuple[dict[str, Tensor], list[ParameterRoute]]:
+        if kind not in (None, "matrix", "aux"):
+            raise ValueError(f"group kind={kind!r} must be 'matrix' or 'aux'")
+        are_named = bool(members) and isinstance(members[0], tuple)
+        pairs: list[tuple[str, Tensor]] = []
+        for item in members:
+            if isinstance(item, tuple) != are_named or not isinstance(item[-1] if are_named else item, Tensor):
+                raise TypeError(
+                    f"expected parameters or (name, parameter) pairs throughout, found {type(item).__name__}"
+                )
+            if are_named:
+                pairs.append(item)
+            else:
+                pairs.append((f"param.{self.unnamed}", item))
+                self.unnamed += 1
+        _check_distinct(pairs)
+        packed = units or [None] * len(pairs)
+        given = {name: unit for (name, _), unit in zip(pairs, packed, strict=True)}
+        pairs = [(name, p) for name, p in pairs if p.requires_grad]
+        named = dict(pairs)
+        if kind is not None:
+            return named, [_explicit(name, p, kind, given[name]) for name, p in pairs]
+        table = route_named_parameters(pairs) if are_named else route_parameters_list([p for _, p in pairs])
+        # Lists are routed by shape; the names given here are unique across groups.
+        return named, [_renamed(route, name) for route, (name, _) in zip(table, pairs, strict=True)]
+
+    def _by_route(self, table: RouteTable, named: dict[str, Tensor]) -> list[Group]:
+        groups = []
+        for kind in ("matrix", "aux"):
+            for decay in (True, False):
+                alike: dict[str, list[ParameterRoute]] = {}
+                for route in table:
+                    if (route.kind, route.decay) == (kind, decay):
+                        alike.setdefault(self._part(route), []).append(route)
+                for part in sorted(alike):  # what belongs to no adapter first
+                    extra: Group = {} if decay else {"weight_decay": 0.0}
+                    name = "_".join([kind, *([part] if part else []), *([] if decay else ["no_decay"])])
+                    extra |= {"name": name} if name != kind else {}
+                    if part == "lora_B":
+                        extra["lr"] = self.kind_defaults[kind]["lr"] * self.lora_lr_ratio
+                    if part and kind == "matrix" and self.lora_defaults is not None:
+                        extra |= self.lora_defaults(max(r.adapter.rank for r in alike[part] if r.adapter is not None))
+                    groups.append(self._make(kind, alike[part], named, extra))
+        return groups
+
+    def _part(self, route: ParameterRoute) -> str:
+        """Which group of its kind a parameter belongs to, by what is different for factors of adapters."""
+        if route.adapter is None:
+            return ""
+        if self.lora_lr_ratio != 1.0 and route.adapter.side == "B":
+            return "lora_B"
+        return "lora" if self.lora_defaults is not None and route.kind == "matrix" else ""
+
+    def _make(self, kind: str, routes: list[ParameterRoute], named: dict[str, Tensor], given: Group) -> Group:
+        defaults = self.kind_defaults[kind]
+        derived = {key: value for key, value in defaults.items() if isinstance(value, Derived)}
+        group = {**defaults, **given}
+        for key, value in derived.items():
+            if group[key] is value or group[key] is None:
+                group[key] = value.of(group)
+        if isinstance(group["lr"], Tensor):
+            group["lr"] = group["lr"].clone()  # one of its own: a scheduler that multiplies it would do so once a group
+        group.setdefault("name", kind)
+        group["kind"] = kind
+        group["params"] = [(r.name, named[r.name]) for r in routes]
+        if kind == "matrix":
+            group["units"] = [pack_units(r.units) for r in routes]
+        if any(r.adapter is not None for r in routes):
+            group["adapters"] = [pack_adapter(r.adapter) for r in routes]
+        return group
+
+
+def _in_order(params: Iterable[Any]) -> list[Any]:
+    """The members, of what has them in an order: without names, that says which parameters of two ranks are one."""
+    if isinstance(params, set | frozenset):
+        raise TypeError(
+            "params is a set, whose order is another in every process and run, and the order of parameters says which of "
+            "another rank or of a checkpoint is the same; pass a list of them, their names too, or the model"
+        )
+    return list(params)
+
+
+def _check_distinct(pairs: list[tuple[str, Tensor]]) -> None:
+    first: dict[int, str] = {}
+    for name, param in pairs:
+        if id(param) in first:
+            raise ValueError(
+                f"{name} and {first[id(param)]} are one parameter; pass it once, as model.named_parameters() does"
+            )
+        first[id(param)] = name
+    if len({name for name, _ in pairs}) != len(pairs):
+        raise ValueError("two parameters have the same name; names identify state in checkpoints, so make them unique")
+
+
+def _renamed(route: ParameterRoute, name: str) -> ParameterRoute:
+    return (
+        route
+        if route.name == name
+        else ParameterRoute(
+            name, route.shape, route.kind, route.units, route.decay, route.reason, route.module_type, route.aliases
+        )
+    )
+
+
+def _explicit(name: str, param: Tensor, kind: str, packed: list[Any] | None) -> ParameterRoute:
+    shape = tuple(param.shape)
+    if kind == "aux":
+        return ParameterRoute(name, shape, "aux", (), True, "the group says so", "")
+    if packed is None and len(shape) < 2:
+        raise ValueError(f"{name} has shape {shape} and is in a group of kind 'matrix'; a matrix has two dimensions")
+    if packed is None and len(shape) > 3:
+        raise ValueError(
+            f"{name} has shape {shape} and is in a group of kind 'matrix': without its module nobody knows whether it is a "
+            "convolution (one matrix) or a stack of matrices. Pass the model, or put it into a group of kind 'aux'"
+        )
+    units = (Unit.whole(shape),) if packed is None else unpack_units(packed)
+    return ParameterRoute(name, shape, "matrix", units, True, "the group says so", "")
+
+
+def describe_torch_group(group: Group) -> str:
+    """Name, size and learning rate of a group, for tables and messages."""
+    count = sum(p.numel() for p in group["params"])
+    lr = float(torch.as_tensor(group["lr"]))
+    return (
+        f"{group['name']}: {len(group['params'])} parameters, {count:,} elements, lr {lr:g}, "
+        f"weight decay {group['weight_decay']:g}"
+    )

@@ -1,0 +1,143 @@
+"""Weights scaled from outside of a step, together with the bits that an optimizer keeps beside them."""
+
+from __future__ import annotations
+
+import zlib
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hf_emopt.distributed.layout import Grid, grid_of, local_tensor, slices, storage_of
+from hf_emopt.distributed.plan import Segment
+from hf_emopt.engine.engine import Engine
+from hf_emopt.formats.master_weights import WEIGHT_STATE, load_weights, needs_master, store_weights
+from hf_emopt.optimizers.base import MatrixOptimizer
+
+__all__ = ["scale_slices"]
+
+State = dict[str, Tensor]
+
+
+@torch.no_grad()
+def scale_slices(
+    optimizer: MatrixOptimizer | None,
+    name: str,
+    param: Tensor,
+    factors: Tensor,
+    dim: int,
+    zero_centered: bool = False,
+) -> None:
+    """Multiplies slices of a parameter along one dimension, in place; slices with factor 1 are not touched.
+
+    16-bit weights are scaled as the optimizer sees them, in float32, and stored back by its policy
+    (``low_precision_weights``), so that the next step goes on from the scaled weight. Where that state lies with owners
+    (DDP), a collective among the ranks that hold copies: each gets the owner's weight.
+
+    Args:
+        optimizer: that steps the parameter, or ``None``: then the weights that are stored are all there is.
+        name: for messages.
+        param: plain or DTensor; each rank scales what it holds.
+        factors: ``(param.shape[dim],)`` float64, on the CPU; the same on every rank.
+        dim: of the whole parameter.
+        zero_centered: what the module multiplies by is ``1 + param``.
+    """
+    policy, owned = "none", None
+    state: State = {}
+    if optimizer is not None and needs_master(param):
+        group = next((g for g in optimizer.param_groups if any(p is param for p in g["params"])), None)
+        policy = "none" if group is None else group["low_precision_weights"]
+    if optimizer is not None and policy != "none":
+        state = optimizer.state.get(param, {})
+        owned = None if optimizer._engine is None else _owned(optimizer._engine, param)
+    noise = _noise(name, param, state) if policy == "stochastic" else None
+    if owned is not None:
+        _scale_owned(param, state, owned, factors, dim, zero_centered, policy, noise)
+        return
+    grid = grid_of(name, param, "self")
+    storage, local = storage_of(param, grid), local_tensor(param)
+    mine = {key: local_tensor(state[key]) for key in WEIGHT_STATE if key in state}
+    for box, place in storage.held(grid.shard):
+        where = slices(place)
+        part = {key: value[where] for key, value in mine.items()}
+        _scale(local[where], part, factors[slice(*box[dim])], dim, zero_centered, policy, noise)
+
+
+def _owned(engine: Engine, param: Tensor) -> tuple[Grid, list[Segment]] | None:
+    """The ranks that hold copies of a parameter whose state lies with owners, and the segments that are this rank's."""
+    for plan in (engine.plan, engine.aux_plan):
+        for bucket in plan.buckets:
+            for i in range(len(bucket.parameters)):
+                if engine.parameter(bucket, i) is param:
+                    segments = engine.states.owned(bucket, i)
+                    return None if segments is None else (engine.grid_of_bucket(bucket), segments)
+    return None
+
+
+def _scale_owned(
+    param: Tensor,
+    state: State,
+    owned: tuple[Grid, list[Segment]],
+    factors: Tensor,
+    dim: int,
+    zero_centered: bool,
+    policy: str,
+    noise: torch.Generator | None,
+) -> None:
+    """Owners scale their segments, and all ranks take the slices that changed from them."""
+    grid, segments = owned
+    offset = 0
+    for segment in segments:
+        length = segment.shape[segment.dim]
+        whole = segment.shape == tuple(param.shape)
+        part = {
+            key: state[key] if whole else state[key].narrow(segment.dim, offset, length)
+            for key in WEIGHT_STATE
+            if key in state
+        }
+        offset += length
+        _scale(param[slices(segment.box)], part, factors[slice(*segment.box[dim])], dim, zero_centered, policy, noise)
+    changed = (factors != 1).nonzero().flatten().to(param.device)
+    # In float32, which holds every 16-bit number and which every backend adds; all but the owner add zeros.
+    mine = torch.zeros(param.shape, dtype=torch.float32, device=param.device)
+    for segment in segments:
+        mine[slices(segment.box)] = param[slices(segment.box)].float()
+    sent = mine.index_select(dim, changed)
+    dist.all_reduce(sent, group=grid.replica_group)
+    param.index_copy_(dim, changed, sent.to(param.dtype))
+
+
+def _scale(
+    weight: Tensor,
+    state: State,
+    factors: Tensor,
+    dim: int,
+    zero_centered: bool,
+    policy: str,
+    noise: torch.Generator | None,
+) -> None:
+    """Scales part of a weight and of what is kept beside it; both share memory with the whole."""
+    changed = (factors != 1).nonzero().flatten()
+    if not changed.numel() or not weight.numel():
+        return
+    index = changed.to(weight.device)
+    shape = [1] * weight.dim()
+    shape[dim] = -1
+    by = factors[changed].to(weight.device, torch.promote_types(weight.dtype, torch.float32)).view(shape)
+    stored = weight.index_select(dim, index)
+    beside = {key: value.index_select(dim, index.to(value.device)).to(weight.device) for key, value in state.items()}
+    exact = load_weights([stored], [beside], policy)[0]
+    exact = exact * by + (by - 1) if zero_centered else exact * by
+    if needs_master(stored):
+        store_weights([stored], [exact], [beside], policy, noise)
+    else:
+        stored = exact
+    weight.index_copy_(dim, index, stored)
+    for key, value in state.items():
+        value.index_copy_(dim, index.to(value.device), beside[key].to(value.device))
+
+
+def _noise(name: str, param: Tensor, state: State) -> torch.Generator:
+    """Noise that ranks with copies of a shard draw alike, and a resumed run again."""
+    step = int(state["step"]) if "step" in state else 0
+    return torch.Generator(param.device).manual_seed(zlib.crc32(name.encode()) * 65_537 + step)

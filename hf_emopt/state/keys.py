@@ -1,0 +1,20 @@
+"""What an entry of optimizer state is, by its key."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    pass
+
+__all__ = ["is_count", "is_shaped"]
+
+
+def is_count(key: str) -> bool:
+    """Whether a state entry counts steps."""
+    return key in ("step", "rounds")
+
+
+def is_shaped(key: str) -> bool:
+    """Whether a state entry has its parameter's shape: it is neither a count nor state of a unit (``name.unit``)."""
+    return "." not in key and not is_count(key)

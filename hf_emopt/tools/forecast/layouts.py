@@ -1,0 +1,235 @@
+"""Where parameters would lie on ranks that do not exist, and the plans that the optimizer would make there.
+
+The plans are the optimizer's own: the same functions, fed with the boxes that DDP, FSDP2 and tensor parallelism give to each
+rank.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from torch import nn
+
+from hf_emopt.distributed.arrangement import TensorCut
+from hf_emopt.distributed.assignment import BucketSizes, make_plan
+from hf_emopt.distributed.layout import Box, Storage, chunk_boxes
+from hf_emopt.distributed.plan import Plan, PlannedParameter
+from hf_emopt.distributed.planner import planned_sizes
+from hf_emopt.distributed.tensor_parallel_choice import arrange_cuts
+from hf_emopt.optimizers.base import MatrixOptimizer
+
+__all__ = ["LAYOUTS", "Layout", "Placed", "check_sizes", "layout_on", "place"]
+
+LAYOUTS = ("ddp", "fsdp2", "hsdp", "fsdp2+tp")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model is laid over ranks.
+
+    Attributes:
+        name: one of :data:`LAYOUTS`.
+        world_size: ranks.
+        shards: ranks that together hold one copy, under ``"hsdp"``.
+        tp_size: ranks that share each matrix, under ``"fsdp2+tp"``; neighbours by number, as in a mesh ``(data, tensor)``.
+
+    Raises:
+        ValueError: when the sizes do not fit.
+    """
+
+    name: str
+    world_size: int
+    shards: int = 8
+    tp_size: int = 8
+
+    def __post_init__(self) -> None:
+        if self.name not in LAYOUTS:
+            raise ValueError(f"--layout {self.name} is not one of {', '.join(LAYOUTS)}")
+        if self.world_size < 1:
+            raise ValueError(f"--world-size {self.world_size} must be at least 1")
+        fitting = [n for n in range(2, self.world_size // 2 + 1) if self.world_size % n == 0]
+        if self.name == "hsdp" and self.shards not in fitting:
+            raise ValueError(
+                f"--layout hsdp needs two replicas or more, each of two ranks or more: --world-size {self.world_size} with "
+                f"--shard-size {self.shards} has not; "
+                + (f"--shard-size {', '.join(map(str, fitting))} would fit" if fitting else "no --shard-size fits it")
+            )
+        if self.name == "fsdp2+tp" and (self.tp_size < 2 or self.world_size % self.tp_size):
+            raise ValueError(
+                f"--layout fsdp2+tp needs a number of ranks that --tp-size divides, from 2: {self.world_size} and "
+                f"{self.tp_size} do not fit"
+            )
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether parameters are DTensors, so that state lies as they do."""
+        return self.name != "ddp"
+
+    def storage(self, shape: tuple[int, ...], cut_dim: int | None) -> Storage:
+        """Where a parameter's elements lie.
+
+        Args:
+            cut_dim: the dimension that tensor parallelism cuts, or ``None``: then the ranks of one tensor-parallel column
+                share it among themselves, each column for itself.
+        """
+        return _storage(self, shape, cut_dim)
+
+
+def layout_on(
+    name: str, world_size: int, per_node: int, shard_size: int | None = None, tp_size: int | None = None
+) -> Layout:
+    """A layout with the sizes that suit the nodes where none are given: a matrix is shared within a node, and a replica of
+    HSDP is a node, or half of the ranks where one node has them all.
+
+    Raises:
+        ValueError: when the sizes do not fit.
+    """
+    node = min(per_node, world_size)
+    shards = shard_size if shard_size is not None else node if node < world_size else world_size // 2
+    return Layout(name, world_size, shards, node if tp_size is None else tp_size)
+
+
+def check_sizes(names: Sequence[str], shard_size: int | None, tp_size: int | None) -> None:
+    """Refuses a size that none of the layouts has.
+
+    Raises:
+        ValueError: for such a size.
+    """
+    for flag, size, layout in (("--shard-size", shard_size, "hsdp"), ("--tp-size", tp_size, "fsdp2+tp")):
+        if size is not None and layout not in names:
+            raise ValueError(f"{flag} {size} is for --layout {layout}, and the layouts are {', '.join(names)}")
+
+
+@lru_cache(maxsize=4096)
+def _storage(layout: Layout, shape: tuple[int, ...], cut_dim: int | None) -> Storage:
+    world = layout.world_size
+    if layout.name == "ddp":
+        return Storage.whole(shape, world)
+    if layout.name == "hsdp":
+        return Storage.sharded(shape, layout.shards, world // layout.shards)
+    if not shape:
+        return Storage.whole(shape, world)
+    if layout.name == "fsdp2":
+        return Storage.sharded(shape, world)
+    tp, data = layout.tp_size, world // layout.tp_size
+    if cut_dim is None:
+        column = tuple(i * tp for i in range(data))
+        return Storage(shape, tuple((box,) for box in chunk_boxes(shape, 0, data)), (column,))
+    slices = chunk_boxes(shape, cut_dim, tp)
+    boxes = [_within(slices[t], i, data) for i, t in itertools.product(range(data), range(tp))]
+    return Storage(shape, tuple((box,) for box in boxes), (tuple(range(world)),))
+
+
+def _within(box: Box, index: int, count: int) -> Box:
+    """What FSDP leaves of a slice of tensor parallelism: rows of it, in chunks."""
+    start, stop = box[0]
+    first, last = chunk_boxes((stop - start,), 0, count)[index][0]
+    return ((start + first, start + last), *box[1:])
+
+
+@dataclass(frozen=True)
+class Placed:
+    """An optimizer's parameters on the ranks of a layout.
+
+    Attributes:
+        layout: the ranks.
+        plan: of the matrices; ``aux_plan`` of what ranks hold copies of, which DDP makes of everything else.
+        own: shape and storage of each other parameter that a rank steps by itself, with its group's index and position.
+    """
+
+    layout: Layout
+    plan: Plan
+    aux_plan: Plan
+    own: tuple[tuple[int, int, Storage], ...]
+
+
+def place(
+    optimizer: MatrixOptimizer, layout: Layout, model: nn.Module | None = None, max_bucket_numel: int | None = None
+) -> Placed:
+    """The plans for an optimizer whose parameters may lie on the meta device.
+
+    Args:
+        model: whose plan of tensor parallelism is read, for that layout.
+        max_bucket_numel: of each rank in a bucket, instead of what the optimizer has.
+
+    Raises:
+        ValueError: when the model has no plan of tensor parallelism, or one that is not known here.
+    """
+    dims = _tensor_dims(model) if layout.name == "fsdp2+tp" else {}
+    names = {
+        (g, i): name for g, group in enumerate(optimizer.param_groups) for i, name in enumerate(group["param_names"])
+    }
+    planned, cuts = [], []
+    for p in optimizer.planned_parameters():
+        dim = _cut_dim(names[p.group, p.position], dims, p.storage.shape)
+        storage = layout.storage(p.storage.shape, dim)
+        # Teams are made of ranks of one dimension of the mesh only, and never of some of the job's ranks.
+        alone = layout.name == "fsdp2+tp" and dim is None
+        planned.append(replace(p, storage=storage, shard_cost=None if alone else p.shard_cost))
+        cuts.append(None if dim is None else _tensor_cut(storage, dim, layout))
+    if any(cut is not None for cut in cuts):
+        modes = optimizer._modes
+        wire = 2 if optimizer.transport_dtype in (None, "bfloat16") else 4
+        planned, _ = arrange_cuts(
+            planned, cuts, [True] * len(cuts), optimizer.rule, optimizer.param_groups, modes, wire
+        )
+    copies, own = _others(optimizer, layout, dims, names)
+    forward = optimizer.overlap_param_gather and layout.name == "ddp"
+    offloads = optimizer.offload_state is not None
+    sizes = planned_sizes(optimizer.rule.scheduled, optimizer.param_groups, offloads, layout.world_size)
+    given = None if max_bucket_numel is None else BucketSizes(max_bucket_numel, max_bucket_numel)
+    plan = make_plan(planned, given or sizes, forward)
+    return Placed(layout, plan, make_plan(copies, given, forward), tuple(own))
+
+
+def _others(
+    optimizer: MatrixOptimizer, layout: Layout, dims: dict[str, int], names: dict[tuple[int, int], str]
+) -> tuple[list[PlannedParameter], list[tuple[int, int, Storage]]]:
+    copies: list[PlannedParameter] = []
+    own = []
+    for g, group in enumerate(optimizer.param_groups):
+        if group["kind"] != "aux":
+            continue
+        for i, param in enumerate(group["params"]):
+            shape = tuple(param.shape)
+            if not param.numel():
+                continue
+            if layout.name == "ddp" and layout.world_size > 1:
+                storage = Storage.whole(shape, layout.world_size)
+                tag = f"{param.dtype} {param.device}"
+                copies.append(PlannedParameter(names[g, i], g, i, (), (param.numel(),), tag, storage))
+            else:
+                own.append((g, i, layout.storage(shape, _cut_dim(names[g, i], dims, shape))))
+    return copies, own
+
+
+def _tensor_cut(storage: Storage, dim: int, layout: Layout) -> TensorCut:
+    slices = chunk_boxes(storage.shape, dim, layout.tp_size)
+    of_shard = tuple(rank % layout.tp_size for rank in range(layout.world_size))
+    return TensorCut(of_shard, tuple((box,) for box in slices))
+
+
+_DIMS = {"colwise": 0, "colwise_gather_output": 0, "colwise_rep": 0, "rowwise": 1}
+
+
+def _tensor_dims(model: nn.Module | None) -> dict[str, int]:
+    """Patterns of module names to the dimension in which their weights are cut."""
+    config: Any = getattr(model, "config", None)
+    base = str(getattr(model, "base_model_prefix", ""))
+    plan = {f"{base}.{k}" if base else k: v for k, v in (getattr(config, "base_model_tp_plan", None) or {}).items()}
+    plan |= getattr(type(model), "_tp_plan", None) or {}
+    unknown = sorted({style for style in plan.values() if style not in _DIMS})
+    if not plan or unknown:
+        what = f"styles that are not known here: {', '.join(unknown)}" if plan else "no plan of tensor parallelism"
+        raise ValueError(f"{type(model).__name__} has {what}; plan it with --layout fsdp2 or hsdp")
+    return {f"{pattern}.weight": _DIMS[style] for pattern, style in plan.items()}
+
+
+def _cut_dim(name: str, dims: dict[str, int], shape: Sequence[int]) -> int | None:
+    dim = next((dim for pattern, dim in dims.items() if fnmatch.fnmatch(name, pattern)), None)
+    return dim if dim is not None and dim < len(shape) else None

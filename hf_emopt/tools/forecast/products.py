@@ -1,0 +1,135 @@
+"""Seconds of matrix products and of whole orthogonalizations, from measured kernels.
+
+The tables of ``hf_emopt/kernels/triton/tables`` hold, for an architecture, the milliseconds of symmetric products by this
+package's kernels and of the vendor's general product of the same size. What lies between is interpolated in operations a
+second, over the number of elements of the result and the depth of the product: these decide how a device is filled, and how
+much of a tile's time is spent on its ends.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+from hf_emopt.kernels.triton.configs import chosen_table, family, load_table
+from hf_emopt.linalg.coefficients import resolve_coefficients
+from hf_emopt.linalg.gram_newton_schulz import find_restart_steps
+from hf_emopt.linalg.newton_schulz import gram_pays
+from hf_emopt.rules.base import Group
+from hf_emopt.tools.forecast.hardware import GPUS, LAUNCH_SECONDS, SOFTENING, Gpu
+
+__all__ = ["has_kernels", "newton_schulz_launches", "newton_schulz_seconds", "product_seconds"]
+
+_REFERENCE = GPUS["h200"]
+"""On which the table was measured; an H100 has the same rates."""
+
+_Point = tuple[float, float, float]
+
+
+@functools.cache
+def _points(architecture: int, table: str, clusters: bool, symmetric: bool, with_c: bool) -> tuple[_Point, ...]:
+    """``(log2 elements of the result, log2 depth, log2 operations a second)`` of each measured product. ``table``: what the
+    environment names, so that another one is read when it changes."""
+    found = {}
+    for e in sorted(load_table(architecture), key=lambda e: -e.ms):  # the fastest of a problem last
+        if e.with_c == with_c and e.config.clusters <= clusters:
+            ms = e.ms if symmetric else e.general_ms
+            rate = 2 * e.batch * e.m * e.m * e.k / (ms * 1e-3)
+            found[e.batch, e.m, e.k] = (math.log2(e.batch * e.m * e.m), math.log2(e.k), math.log2(rate))
+    return tuple(found.values())
+
+
+@functools.lru_cache(maxsize=65536)
+def _rate(
+    architecture: int, table: str, clusters: bool, symmetric: bool, with_c: bool, elements: float, depth: float
+) -> float:
+    """Operations a second, by inverse square distance."""
+    points = _points(architecture, table, clusters, symmetric, with_c)
+    total = weights = 0.0
+    for x, y, z in points:
+        distance = (x - elements) ** 2 + (y - depth) ** 2 + SOFTENING
+        total += z / distance**2
+        weights += 1 / distance**2
+    return float(2.0 ** (total / weights))
+
+
+def has_kernels(gpu: Gpu) -> bool:
+    """Whether this package's kernels are measured, and so used, on the GPU's architecture."""
+    return family(gpu.architecture) == gpu.architecture and len(load_table(gpu.architecture)) > 0
+
+
+def product_seconds(
+    gpu: Gpu, batch: float, m: int, n: int, k: int, *, symmetric: bool = False, with_c: bool = False
+) -> float:
+    """``batch`` products of 16-bit ``(m, k) x (k, n)``.
+
+    Args:
+        symmetric: by a kernel that computes half of the result.
+        with_c: another matrix is added.
+    """
+    flops = 2 * batch * m * n * k
+    if flops == 0:
+        return 0.0
+    where = (math.log2(batch * m * n), math.log2(k))
+    # Where nothing is measured: general products at the measured card's rates, scaled by datasheets.
+    architecture = gpu.architecture if has_kernels(gpu) else _REFERENCE.architecture
+    rate = _rate(architecture, chosen_table(), gpu.clusters, symmetric and has_kernels(gpu), with_c, *where)
+    rate *= gpu.bf16 / _REFERENCE.bf16
+    return float(max(flops / rate, LAUNCH_SECONDS))
+
+
+def newton_schulz_seconds(
+    gpu: Gpu, batch: int, m: int, n: int, group: Group, form: Literal["standard", "gram"] | None = None
+) -> float:
+    """Products of the orthogonalization of ``(batch, m, n)``, as the rule's hyperparameters and the GPU have it done.
+
+    Args:
+        group: ``ns_steps``, ``ns_coefficients``, ``ns_dtype`` and ``compat`` are read.
+        form: of the iteration; ``None`` for the one that the shape is given.
+    """
+    short, long = min(m, n), max(m, n)
+    steps = int(group["ns_steps"])
+    if not _kernels_run(gpu, group):
+        wide = 2.0 if group["ns_dtype"] == "float32" else 1.0  # in TF32 at best
+        each = product_seconds(gpu, batch, short, short, long)
+        each += product_seconds(gpu, batch, short, short, short, with_c=True)
+        each += product_seconds(gpu, batch, short, long, short, with_c=True)
+        return wide * steps * each
+    square = product_seconds(gpu, batch, short, short, short, symmetric=True)
+    square_c = product_seconds(gpu, batch, short, short, short, symmetric=True, with_c=True)
+    gram = product_seconds(gpu, batch, short, short, long, symmetric=True)
+    apply = product_seconds(gpu, batch, short, long, short)
+    if form == "standard" or (form is None and not _is_gram(m, n, group)):
+        second = square_c if group["ns_dtype"] == "bfloat16" else square
+        return steps * (gram + second + apply)
+    segments = _segments(steps, group)
+    return segments * (gram + apply) + steps * square_c + 3 * (steps - segments) * square
+
+
+def newton_schulz_launches(gpu: Gpu, m: int, n: int, group: Group) -> int:
+    """Kernels of one call, normalization among them."""
+    steps = int(group["ns_steps"])
+    if not _kernels_run(gpu, group):
+        return 3 * steps + 4
+    if not _is_gram(m, n, group):
+        return 3 * steps + 3
+    segments = _segments(steps, group)
+    return 2 * segments + steps + 3 * (steps - segments) + 3
+
+
+def _kernels_run(gpu: Gpu, group: Group) -> bool:
+    scale_free = group["compat"] is None and group["eps"] is None
+    frobenius = resolve_coefficients(group["ns_coefficients"], group["ns_steps"]).scaling == "frobenius"
+    return has_kernels(gpu) and scale_free and frobenius and group["ns_dtype"] in (None, "float16", "bfloat16")
+
+
+def _is_gram(m: int, n: int, group: Group) -> bool:
+    return group["ns_dtype"] != "bfloat16" and bool(gram_pays(m, n))
+
+
+def _segments(steps: int, group: Group) -> int:
+    resolved = resolve_coefficients(group["ns_coefficients"], steps)
+    places: Sequence[int] = find_restart_steps(resolved.steps)
+    return len(places) + 1

@@ -1,0 +1,168 @@
+"""Seconds that one rank's transforms take, by rule, shape and batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hf_emopt.linalg.inverse_root_fp16 import SINGLE_EPSILON
+from hf_emopt.linalg.newton_schulz_sharded import sharded_cost
+from hf_emopt.rules.base import Group, MatrixRule
+from hf_emopt.rules.kronecker import KroneckerRule
+from hf_emopt.rules.muon import MuonRule, NorMuonRule
+from hf_emopt.tools.forecast.amounts import Array, Kind
+from hf_emopt.tools.forecast.hardware import (
+    BASIS_CALL,
+    BASIS_SIDE,
+    EFFICIENCY,
+    FACTOR_BYTES,
+    FACTOR_BYTES_HALF,
+    GPUS,
+    HALF_CALL,
+    HALF_SIDE,
+    REFRESH_CALL,
+    REFRESH_SIDE,
+    SPLIT_SIDE,
+    UNFUSED,
+    Gpu,
+)
+from hf_emopt.tools.forecast.products import has_kernels, newton_schulz_launches, newton_schulz_seconds, product_seconds
+
+__all__ = ["Passes", "Work", "passes", "refresh_seconds", "transform_work"]
+
+
+@dataclass(frozen=True)
+class Work:
+    """Of one batch.
+
+    Attributes:
+        seconds: of products.
+        sums_bytes: of all-reduces among a team, and ``sums`` their number; ``parts`` ranks take part.
+        launches: kernels.
+    """
+
+    seconds: float
+    sums_bytes: float = 0.0
+    sums: int = 0
+    parts: int = 1
+    launches: int = 0
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Bytes that elementwise passes read and write.
+
+    Attributes:
+        local: an element of a matrix that the rank holds.
+        owned: one that it transforms.
+        checked: an element of any gradient, which is looked through for numbers that are not finite.
+        aux: an element that AdamW steps.
+        landing: of ``local``, to put what arrives from other ranks onto the weights, beside the products of other buckets.
+    """
+
+    local: float
+    owned: float
+    checked: float
+    aux: float
+    landing: float
+
+
+def passes(
+    rule: MatrixRule, group: Group, gpu: Gpu, *, sharded: bool, world_size: int, weight: int, wire: int
+) -> Passes:
+    """What one step of the fused passes moves.
+
+    Args:
+        weight, wire: bytes of a weight (and of its gradient), and of an element on its way between ranks.
+    """
+    travels = world_size > 1
+    rule_owned, first = _rule_bytes(rule, group, gpu)
+    momentum = weight + 8 if rule.momentum_form(group) is not None else weight
+    room = wire if sharded and travels and first == 2 else 4
+    # The norm is taken as the matrix is cast, where kernels run.
+    owned = (1 if has_kernels(gpu) else 2) * room + 2 + rule_owned if isinstance(rule, MuonRule) else rule_owned
+    update = wire if travels else 2
+    apply = 2 * weight + update if weight >= 4 else APPLY_16_BITS
+    landing = float(apply) if travels else 0.0
+    if sharded:
+        local = momentum + (wire if travels else room) + apply
+        owned += (2 * wire + room + 2) if travels else 0.0  # unpacked on arrival, packed to go back
+    else:
+        owned += momentum + room + (wire + 2 if travels else 0.0)
+        local = float(apply)
+        if weight < 4 and travels:  # owners step their weights, the others receive them
+            owned, local, landing = owned + apply, 2 * weight, 2.0 * weight
+    # What is counted for rules with factors was measured as it is.
+    slow = 1.0 if has_kernels(gpu) or not isinstance(rule, MuonRule) else UNFUSED
+    aux = 3 * weight + 16 + (0 if weight >= 4 else APPLY_16_BITS)
+    return Passes(slow * local, slow * owned, weight, aux, slow * landing)
+
+
+APPLY_16_BITS = 134.0
+"""Bytes an element of the last phase of 16-bit weights, which runs function by function: 46 to put the float32 weight
+together of its halves, 34 to step it, 50 to part it again, 4 to unpack the update (:mod:`hf_emopt.formats.master_weights`)."""
+
+
+def _rule_bytes(rule: MatrixRule, group: Group, gpu: Gpu) -> tuple[float, int]:
+    """Bytes an owned element of what a rule does besides products, and the width of the room that it reads."""
+    if isinstance(rule, NorMuonRule):
+        return 36.0, 4  # row norms, scale and the norm of the whole, in float32
+    if isinstance(rule, MuonRule):
+        return 0.0, 2 if rule.defers_scale(group) and has_kernels(gpu) else 4
+    return FACTOR_BYTES_HALF if rule.name == "shampoo" and _in_half(gpu, group) else FACTOR_BYTES, 4
+
+
+def transform_work(gpu: Gpu, rule: MatrixRule, group: Group, kind: Kind, count: int) -> Work:
+    """One batch of ``count`` matrices of a kind."""
+    m, n = kind.shape
+    if isinstance(rule, KroneckerRule):
+        return Work(count * _kronecker_seconds(gpu, rule, group, m, n), launches=200)
+    if not isinstance(rule, MuonRule):
+        raise ValueError(f"there is no model of the time of {rule.name}")
+    launches = newton_schulz_launches(gpu, m, n, group)
+    cut = kind.cut
+    if cut is None or not cut.team:
+        return Work(newton_schulz_seconds(gpu, count, m, n, group), launches=launches)
+    parts = len(cut.team)
+    cost = sharded_cost(*cut.full_shape, parts, group["ns_steps"], group["ns_coefficients"], cut.method)
+    short, long = min(cut.full_shape), max(cut.full_shape)
+    columns = max(1, -(-long // parts))
+    if cut.method == "gram":  # the Gram matrices are everybody's, the rest is done to a slice
+        seconds = newton_schulz_seconds(gpu, count, short, columns, group, "gram")
+        return Work(seconds, count * cost.bytes, cost.messages, parts, launches)
+    one = product_seconds(gpu, count, short, columns, short)
+    seconds = cost.flops * count * one / (2 * count * short * short * columns)
+    return Work(seconds, count * cost.bytes, cost.messages, parts, launches)
+
+
+def _kronecker_seconds(gpu: Gpu, rule: KroneckerRule, group: Group, m: int, n: int) -> float:
+    """Products of one matrix in a step without refreshes."""
+    products = 3 if rule.name == "soap" else 2
+    return rule.block_flops(m, n, group, products=products, refresh_products=0) / _rate(gpu, group)
+
+
+def _in_half(gpu: Gpu, group: Group) -> bool:
+    """Whether symmetric products of 16 bits are this package's."""
+    return bool(group["matmul_precision"] == "fp16") and has_kernels(gpu)
+
+
+def _rate(gpu: Gpu, group: Group) -> float:
+    """Operations a second of products in the group's precision, symmetric ones counted in full."""
+    if group["matmul_precision"] == "fp16":
+        return gpu.bf16 * 1e12 * (EFFICIENCY.fp16 if has_kernels(gpu) else EFFICIENCY.tf32)
+    return (gpu.fp32 if group["matmul_precision"] == "highest" else gpu.tf32) * 1e12 * EFFICIENCY.tf32
+
+
+def refresh_seconds(gpu: Gpu, rule: MatrixRule, group: Group, sides: Array, calls: Array) -> Array:
+    """Of a rank's refreshes in a step.
+
+    Args:
+        sides, calls: see :class:`~hf_emopt.tools.forecast.refreshes.Refreshes`.
+    """
+    if rule.name == "shampoo" and _in_half(gpu, group):
+        given = group["relative_epsilon"]
+        side = HALF_SIDE if given is not None and given >= SINGLE_EPSILON else SPLIT_SIDE
+        return GPUS["h200"].bf16 / gpu.bf16 * side * sides + HALF_CALL * calls
+    if rule.name == "soap" and _in_half(gpu, group):
+        return GPUS["h200"].bf16 / gpu.bf16 * BASIS_SIDE * sides + BASIS_CALL * calls
+    slower = GPUS["h200"].tf32 / (gpu.fp32 if group["matmul_precision"] == "highest" else gpu.tf32)
+    return slower * REFRESH_SIDE[rule.name] * sides + REFRESH_CALL[rule.name] * calls
