@@ -13,7 +13,7 @@ from torch import Tensor
 T = TypeVar("T")
 
 
-class Team:
+class ComputeGroup:
     """Reductions over threads, in rank order, so that all get the same bits; counts calls and elements."""
 
     def __init__(self, size: int) -> None:

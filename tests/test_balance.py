@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import pytest
 
+from hf_emopt.distributed.compute_group_assignment import assign, rank_loads
 from hf_emopt.distributed.load_balance import assign_owners
-from hf_emopt.distributed.team_assignment import assign, rank_loads
 from hf_emopt.linalg.newton_schulz import newton_schulz_flops
 from hf_emopt.linalg.newton_schulz_sharded import newton_schulz_sharded_flops
 
@@ -79,9 +79,10 @@ def cut(shapes: Shapes) -> Callable[[str, int], int]:
 
 
 def balance_table() -> str:
-    """Imbalance for each model and world size, in Markdown: longest first, whole matrices, and teams with their sizes."""
+    """Imbalance for each model and world size, in Markdown: longest first, whole matrices, and compute groups with their
+    sizes."""
     lines = [
-        "| model | ranks | longest first | whole matrices | with teams | ranks a matrix |",
+        "| model | ranks | longest first | whole matrices | with compute groups | ranks a matrix |",
         "|---|--:|--:|--:|--:|---|",
     ]
     for model, shapes in MODELS.items():
@@ -89,10 +90,12 @@ def balance_table() -> str:
         for world_size in WORLD_SIZES:
             first = imbalance(costs, world_size)[0]
             whole = imbalance(costs, world_size, uncut(costs))[0]
-            teams, ranks = imbalance(costs, world_size, cut(shapes))
-            sizes = {name.split(".")[-2].removesuffix("_proj"): len(team) for name, team in ranks.items()}
+            compute_groups, ranks = imbalance(costs, world_size, cut(shapes))
+            sizes = {
+                name.split(".")[-2].removesuffix("_proj"): len(compute_group) for name, compute_group in ranks.items()
+            }
             listed = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "1"
-            lines.append(f"| {model} | {world_size} | {first:.2f} | {whole:.2f} | {teams:.2f} | {listed} |")
+            lines.append(f"| {model} | {world_size} | {first:.2f} | {whole:.2f} | {compute_groups:.2f} | {listed} |")
     return "\n".join(lines)
 
 
@@ -111,7 +114,7 @@ class TestModels:
         for world_size in (w for w in WORLD_SIZES if w <= 64):
             value, ranks = imbalance(costs, world_size, uncut(costs))
             assert value <= 1.11
-            assert all(len(team) == 1 for team in ranks.values())
+            assert all(len(compute_group) == 1 for compute_group in ranks.values())
 
     @pytest.mark.parametrize(("model", "world_size"), OTHER_RULES)
     def test_no_other_rule_is_better(self, model: str, world_size: int) -> None:
@@ -123,17 +126,17 @@ class TestModels:
         assert round(imbalance(costs, world_size)[0], 2) == others[-1]
 
     @pytest.mark.parametrize("model", MODELS)
-    def test_teams_balance_up_to_512_ranks(self, model: str) -> None:
+    def test_compute_groups_balance_up_to_512_ranks(self, model: str) -> None:
         costs = muon_costs(MODELS[model])
         for world_size in WORLD_SIZES:
             value, ranks = imbalance(costs, world_size, cut(MODELS[model]))
             assert value <= 1.25
             assert list(ranks) == list(costs)
             if world_size <= 128:
-                assert all(len(team) == 1 for team in ranks.values())
+                assert all(len(compute_group) == 1 for compute_group in ranks.values())
 
     def test_whole_matrices_cannot_do_so(self) -> None:
-        """What teams are for: the largest matrix alone is more than a share."""
+        """What compute groups are for: the largest matrix alone is more than a share."""
         for model, least in (("Qwen3-0.6B", 3.45), ("Llama-3-8B", 4.22), ("Llama-3-70B", 1.70)):
             costs = muon_costs(MODELS[model])
             assert imbalance(costs, 512, uncut(costs))[0] >= max(costs.values()) * 512 / sum(costs.values()) >= least
@@ -194,7 +197,7 @@ class TestAssign:
             owners = assign_owners(costs, world_size)
             assert assign(costs, world_size) == {name: (owners[name],) for name in costs}
 
-    def test_teams_are_aligned_blocks_of_a_divisor_and_loads_are_as_reported(self) -> None:
+    def test_compute_groups_are_aligned_blocks_of_a_divisor_and_loads_are_as_reported(self) -> None:
         rng = random.Random(1)
         cut_items = 0
         for _ in range(60):
@@ -204,13 +207,13 @@ class TestAssign:
             ranks = assign(costs, world_size, shard_cost, loads)
             assert list(ranks) == list(costs)
             expected = list(loads)
-            for name, team in ranks.items():
-                k = len(team)
+            for name, compute_group in ranks.items():
+                k = len(compute_group)
                 cut_items += k > 1
                 assert world_size % k == 0
-                assert team[0] % k == 0
-                assert team == tuple(range(team[0], team[0] + k))
-                for rank in team:
+                assert compute_group[0] % k == 0
+                assert compute_group == tuple(range(compute_group[0], compute_group[0] + k))
+                for rank in compute_group:
                     expected[rank] += shard_cost(name, k)
             assert rank_loads(ranks, costs, world_size, shard_cost, loads) == expected
         assert cut_items > 50
@@ -236,8 +239,8 @@ class TestAssign:
         """Nine equal items on four ranks end at 3 where 2.25 is possible; forty-one at 11 where 10.25 is."""
         even = lambda name, k: 100 // k  # noqa: E731
         few, many = ({f"p{i}": 100 for i in range(n)} for n in (9, 41))
-        assert any(len(team) > 1 for team in assign(few, 4, even).values())
-        assert all(len(team) == 1 for team in assign(many, 4, even).values())
+        assert any(len(compute_group) > 1 for compute_group in assign(few, 4, even).values())
+        assert all(len(compute_group) == 1 for compute_group in assign(many, 4, even).values())
 
     def test_what_ranks_carry_already_counts(self) -> None:
         costs = {"a": 10, "b": 10, "c": 10}
@@ -245,7 +248,9 @@ class TestAssign:
         half = lambda name, k: costs[name] // k  # noqa: E731
         ranks = assign({"a": 40}, 4, lambda name, k: 40 // k, [0, 15, 0, 0])
         assert ranks["a"] in ((2, 3), (0, 1, 2, 3))
-        assert 0 not in {rank for team in assign(costs, 4, half, [100, 0, 0, 0]).values() for rank in team}
+        assert 0 not in {
+            rank for compute_group in assign(costs, 4, half, [100, 0, 0, 0]).values() for rank in compute_group
+        }
 
     def test_equal_items_are_packed_better_than_longest_first(self) -> None:
         """Graham's example: longest first ends at 11 where 9 is possible."""
@@ -266,7 +271,7 @@ class TestAssign:
         with pytest.raises(ValueError, match=message):
             assign(costs, world_size, None, loads)
 
-    def test_loads_of_teams_need_their_cost(self) -> None:
+    def test_loads_of_compute_groups_need_their_cost(self) -> None:
         with pytest.raises(ValueError, match="needs shard_cost"):
             rank_loads({"a": (0, 1)}, {"a": 4}, 2)
 

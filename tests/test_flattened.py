@@ -14,7 +14,7 @@ from hf_emopt.distributed.flat_params import FlatTensor, Place, cut_each, cut_to
 from hf_emopt.distributed.layout import Grid, Storage, UnsupportedLayoutError
 from hf_emopt.distributed.plan import PlannedParameter
 from hf_emopt.optimizers.flat_groups import Flattened
-from hf_emopt.routing.unit import Unit
+from hf_emopt.routing.matrix_view import MatrixView
 
 SHAPES = [(3, 4), (5,), (2, 3, 2), (1,)]
 
@@ -64,15 +64,15 @@ def test_each_parameter_cut_by_itself(ranks: int) -> None:
 def stack(name: str, experts: int, spans: list[tuple[int, int]]) -> PlannedParameter:
     """A flattened stack of ``(experts, 4, 6)``."""
     storage = Storage((experts * 24,), tuple((((a, b),),) for a, b in spans), (tuple(range(len(spans))),))
-    unit = Unit.whole((experts, 4, 6))
-    return PlannedParameter(name, 0, 0, (unit,), (experts * 100,), "float32 cpu", storage)
+    matrix_view = MatrixView.whole((experts, 4, 6))
+    return PlannedParameter(name, 0, 0, (matrix_view,), (experts * 100,), "float32 cpu", storage)
 
 
 def test_a_flattened_stack_is_shared_between_matrices() -> None:
     plan = make_plan([stack("experts", 5, [(0, 60), (60, 120)])])
     (bucket,) = plan.buckets
     assert not bucket.local
-    assert sorted((s.box, s.units[0].shape) for s in bucket.segments) == [
+    assert sorted((s.region, s.matrix_views[0].shape) for s in bucket.owned_regions) == [
         (((0, 48),), (2, 4, 6)),
         (((48, 120),), (3, 4, 6)),
     ]
@@ -83,7 +83,7 @@ def test_a_flattened_stack_that_is_cut_between_matrices_stays_where_it_is() -> N
     plan = make_plan([stack("experts", 4, [(0, 48), (48, 96)])])
     (bucket,) = plan.buckets
     assert bucket.local
-    assert [(s.box, s.owner) for s in bucket.segments] == [(((0, 48),), 0), (((48, 96),), 1)]
+    assert [(s.region, s.owner) for s in bucket.owned_regions] == [(((0, 48),), 0), (((48, 96),), 1)]
 
 
 def test_a_parameter_that_no_flat_tensor_has_is_named() -> None:

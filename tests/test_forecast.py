@@ -107,7 +107,7 @@ def test_matrices_without_a_factor_are_shared_out_too() -> None:
 
 
 def test_refreshes_are_counted_by_step_and_rank() -> None:
-    """Sixteen sides of 16 a period, in units of 2048 cubed; all on one step when they are synchronous."""
+    """Sixteen sides of 16 a period, in matrix views of 2048 cubed; all on one step when they are synchronous."""
     for schedule in ("synchronous", "staggered"):
         optimizer = hf_emopt.Shampoo(squares(), refresh=schedule, precondition_frequency=4)
         found = refreshes(optimizer, place(optimizer, Layout("fsdp2", 2)))
@@ -459,6 +459,6 @@ def test_a_matrix_has_no_more_slices_than_rows(name: str) -> None:
     plan = place(hf_emopt.Muon(llama(num_hidden_layers=1)), Layout(name, 1024)).plan
     for bucket in plan.buckets:
         for index, parameter in enumerate(bucket.parameters):
-            mine = [s for s in bucket.segments if s.parameter == index]
+            mine = [s for s in bucket.owned_regions if s.parameter == index]
             assert len(mine) <= max(parameter.storage.shape)
-            assert sum(math.prod(stop - start for start, stop in s.box) for s in mine) == parameter.numel
+            assert sum(math.prod(stop - start for start, stop in s.region) for s in mine) == parameter.numel

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import hf_emopt
-from hf_emopt.routing.packing import pack_units, unpack_units
+from hf_emopt.routing.packing import pack_matrix_views, unpack_matrix_views
 
 
 class Tiny(nn.Module):
@@ -88,12 +88,12 @@ def test_stacks_need_to_be_told() -> None:
     with pytest.raises(ValueError, match="model"):
         hf_emopt.Muon([stack])
     optimizer = hf_emopt.Muon([{"params": [stack], "kind": "matrix"}])
-    assert unpack_units(optimizer.param_groups[0]["units"][0])[0].shape == (4, 8, 6)
+    assert unpack_matrix_views(optimizer.param_groups[0]["units"][0])[0].shape == (4, 8, 6)
 
 
-def test_units_survive_packing() -> None:
-    unit = hf_emopt.routing.unit.Unit("q", (2, 3, 4, 5), (0, 2), (3,), (1,), 1, 0, 3, 2)
-    assert unpack_units(pack_units([unit])) == (unit,)
+def test_matrix_views_survive_packing() -> None:
+    matrix_view = hf_emopt.routing.matrix_view.MatrixView("q", (2, 3, 4, 5), (0, 2), (3,), (1,), 1, 0, 3, 2)
+    assert unpack_matrix_views(pack_matrix_views([matrix_view])) == (matrix_view,)
 
 
 def test_no_matrix_is_an_error_that_shows_why() -> None:

@@ -13,38 +13,40 @@ from zoo import assert_close, full, give_gradients
 import hf_emopt
 from hf_emopt.linalg.newton_schulz import newton_schulz
 from hf_emopt.routing.lora import unpack_adapter
-from hf_emopt.routing.packing import unpack_units
-from hf_emopt.routing.unit import Unit
+from hf_emopt.routing.matrix_view import MatrixView
+from hf_emopt.routing.packing import unpack_matrix_views
 from hf_emopt.rules.lora_pairs import inverse_sqrt
 
 OPTIONS: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "lora": "joint", "ns_dtype": "float64"}
 RULES = [hf_emopt.Muon, hf_emopt.NorMuon]
 
 
-def pairs_of(optimizer: Any) -> list[tuple[str, tuple[nn.Parameter, Unit], tuple[nn.Parameter, Unit]]]:
-    """Name of A, then A and B, each with its unit of ``rank`` columns."""
+def pairs_of(optimizer: Any) -> list[tuple[str, tuple[nn.Parameter, MatrixView], tuple[nn.Parameter, MatrixView]]]:
+    """Name of A, then A and B, each with its matrix view of ``rank`` columns."""
     (group,) = optimizer.param_groups
     by_name = {
-        name: (param, unpack_units(units)[0], unpack_adapter(adapter))
-        for name, param, units, adapter in zip(group["param_names"], group["params"], group["units"], group["adapters"])
+        name: (param, unpack_matrix_views(matrix_views)[0], unpack_adapter(adapter))
+        for name, param, matrix_views, adapter in zip(
+            group["param_names"], group["params"], group["units"], group["adapters"]
+        )
     }
     return [
-        (name, (param, unit), by_name[adapter.partner][:2])
-        for name, (param, unit, adapter) in by_name.items()
+        (name, (param, matrix_view), by_name[adapter.partner][:2])
+        for name, (param, matrix_view, adapter) in by_name.items()
         if adapter.side == "A"
     ]
 
 
 def products(optimizer: Any) -> dict[str, Tensor]:
     return {
-        name: unit_b.extract(b.detach()) @ unit_a.extract(a.detach()).mT
-        for name, (a, unit_a), (b, unit_b) in pairs_of(optimizer)
+        name: matrix_view_b.extract(b.detach()) @ matrix_view_a.extract(a.detach()).mT
+        for name, (a, matrix_view_a), (b, matrix_view_b) in pairs_of(optimizer)
     }
 
 
-def change(tensor: Tensor, unit: Unit, basis: Tensor) -> None:
+def change(tensor: Tensor, matrix_view: MatrixView, basis: Tensor) -> None:
     """Multiplies the columns of all matrices by ``basis``, in place."""
-    unit.insert(tensor, unit.extract(tensor.clone()) @ basis)
+    matrix_view.insert(tensor, matrix_view.extract(tensor.clone()) @ basis)
 
 
 def run(cls: Any, basis: Tensor | None, start: bool, steps: int = 10) -> list[dict[str, Tensor]]:
@@ -52,18 +54,18 @@ def run(cls: Any, basis: Tensor | None, start: bool, steps: int = 10) -> list[di
     model = adapters_zoo(start=start, dtype=torch.float64)
     optimizer = cls(model, **OPTIONS)
     found = []
-    for _, (a, unit_a), (b, unit_b) in pairs_of(optimizer):
+    for _, (a, matrix_view_a), (b, matrix_view_b) in pairs_of(optimizer):
         if basis is not None:
-            change(a.data, unit_a, torch.linalg.inv(basis).mT)
-            change(b.data, unit_b, basis)
+            change(a.data, matrix_view_a, torch.linalg.inv(basis).mT)
+            change(b.data, matrix_view_b, basis)
     for step in range(steps):
         give_gradients(model, step)
-        for _, (a, unit_a), (b, unit_b) in pairs_of(optimizer):
+        for _, (a, matrix_view_a), (b, matrix_view_b) in pairs_of(optimizer):
             assert a.grad is not None
             assert b.grad is not None
             if basis is not None:
-                change(a.grad, unit_a, basis)
-                change(b.grad, unit_b, torch.linalg.inv(basis).mT)
+                change(a.grad, matrix_view_a, basis)
+                change(b.grad, matrix_view_b, torch.linalg.inv(basis).mT)
         optimizer.step()
         found.append(products(optimizer))
     assert optimizer.transform_count == PAIRS * steps == optimizer.routes.matrix_count * steps

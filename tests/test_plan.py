@@ -18,16 +18,18 @@ from hf_emopt.distributed.load_balance import assign_owners
 from hf_emopt.distributed.plan import Plan, PlannedParameter
 from hf_emopt.distributed.planner import planned_sizes
 from hf_emopt.optimizers.base import MatrixOptimizer
-from hf_emopt.routing.unit import Unit
+from hf_emopt.routing.matrix_view import MatrixView
 
 
 def parameters(count: int = 20, world_size: int = 1) -> list[PlannedParameter]:
     made = []
     for i in range(count):
         shape = ((64, 32), (32, 64), (96, 32))[i % 3]
-        units = (Unit.whole(shape),)
+        matrix_views = (MatrixView.whole(shape),)
         storage = Storage.whole(shape, world_size)
-        made.append(PlannedParameter(f"layer.{i}", 0, i, units, (shape[0] * shape[1] * min(shape),), "f32", storage))
+        made.append(
+            PlannedParameter(f"layer.{i}", 0, i, matrix_views, (shape[0] * shape[1] * min(shape),), "f32", storage)
+        )
     return made
 
 
@@ -46,7 +48,7 @@ def test_ranks_plan_alike_what_each_has_with_other_ranks(local: int) -> None:
 
     def plan(mine: tuple[tuple[int, ...], ...]) -> Plan:
         members = parameters(9, world_size=4)
-        storage = Storage(members[local].storage.shape, members[local].storage.boxes, mine)
+        storage = Storage(members[local].storage.shape, members[local].storage.regions, mine)
         members[local] = replace(members[local], storage=storage, costs=(10**6,))
         return make_plan(members)
 
@@ -55,7 +57,7 @@ def test_ranks_plan_alike_what_each_has_with_other_ranks(local: int) -> None:
     assert sum(even.loads()) == even.cost
 
 
-def test_every_unit_is_planned_exactly_once() -> None:
+def test_every_matrix_view_is_planned_exactly_once() -> None:
     members = parameters()
     plan = make_plan(members, BucketSizes(5000, 5000))
     planned = [p.name for b in plan.buckets for p in b.parameters]
@@ -69,10 +71,12 @@ def test_a_parameter_larger_than_a_bucket_gets_one_of_its_own() -> None:
     assert [len(b.parameters) for b in plan.buckets] == [1] * 4
 
 
-def test_units_of_one_shape_in_one_parameter_are_one_batch() -> None:
+def test_matrix_views_of_one_shape_in_one_parameter_are_one_batch() -> None:
     view = (3, 8, 8)
-    units = tuple(Unit(n, view, (0, 1), (2,), dim=0, start=i, stop=i + 1) for i, n in enumerate("qkv"))
-    (bucket,) = make_plan([PlannedParameter("qkv", 0, 0, units, (1, 1, 1), "f32", Storage.whole((24, 8)))]).buckets
+    matrix_views = tuple(MatrixView(n, view, (0, 1), (2,), dim=0, start=i, stop=i + 1) for i, n in enumerate("qkv"))
+    (bucket,) = make_plan(
+        [PlannedParameter("qkv", 0, 0, matrix_views, (1, 1, 1), "f32", Storage.whole((24, 8)))]
+    ).buckets
     assert [(b.shape, b.count) for b in bucket.batches(0)] == [((8, 8), 3)]
 
 
@@ -99,18 +103,21 @@ def test_world_size_must_be_positive() -> None:
 
 def test_received_elements() -> None:
     """2P/W on shards, P(W-1)/W between replicas, both under HSDP, nothing for experts that are whole where they lie."""
-    shape, unit = (8, 12), (Unit.whole((8, 12)),)
+    shape, matrix_view = (8, 12), (MatrixView.whole((8, 12)),)
     numel = 8 * 12
 
     def received(storage: Storage, count: int = 4) -> list[int]:
-        return make_plan([PlannedParameter(f"w{i}", 0, i, unit, (1,), "f32", storage) for i in range(count)]).received()
+        return make_plan(
+            [PlannedParameter(f"w{i}", 0, i, matrix_view, (1,), "f32", storage) for i in range(count)]
+        ).received()
 
     assert received(Storage.sharded(shape, 4)) == [2 * numel] * 4
     assert received(Storage.whole(shape, 4)) == [3 * numel] * 4
     assert received(Storage.sharded(shape, 2, 2)) == [2 * numel + numel] * 4
     experts = Storage.sharded((4, 8, 12), 4)
     assert (
-        make_plan([PlannedParameter("e", 0, 0, (Unit.whole((4, 8, 12)),), (4,), "f32", experts)]).received() == [0] * 4
+        make_plan([PlannedParameter("e", 0, 0, (MatrixView.whole((4, 8, 12)),), (4,), "f32", experts)]).received()
+        == [0] * 4
     )
 
 
@@ -131,7 +138,7 @@ def test_matrices_of_one_shape_lie_together() -> None:
     for i in range(6):
         shape = (8, 24) if i % 2 else (24, 8)
         members.append(
-            PlannedParameter(f"{i}", 0, i, (Unit.whole(shape),), (8 * 8 * 24,), "f32", Storage.whole(shape, 1))
+            PlannedParameter(f"{i}", 0, i, (MatrixView.whole(shape),), (8 * 8 * 24,), "f32", Storage.whole(shape, 1))
         )
     plan = make_plan(members, BucketSizes(*2 * (3 * 8 * 24,)))
     assert [[p.storage.shape for p in b.parameters] for b in plan.buckets] == [[(8, 24)] * 3, [(24, 8)] * 3]
@@ -161,7 +168,7 @@ def test_matrices_of_one_shape_are_cut_evenly(
             f"{shape}.{i}",
             0,
             i,
-            (Unit.whole(shape),),
+            (MatrixView.whole(shape),),
             (math.prod(shape) * min(shape),),
             "f32",
             Storage.sharded(shape, world),
@@ -176,7 +183,7 @@ def test_matrices_of_one_shape_are_cut_evenly(
 
 def test_in_the_order_of_the_model_shapes_alternate() -> None:
     members = [
-        PlannedParameter(f"{i}", 0, i, (Unit.whole(shape),), (1,), "f32", Storage.whole(shape, 1))
+        PlannedParameter(f"{i}", 0, i, (MatrixView.whole(shape),), (1,), "f32", Storage.whole(shape, 1))
         for i, shape in enumerate([(8, 24), (24, 8), (8, 8)] * 4)
     ]
     plan = make_plan(members, BucketSizes(448, 896), forward_order=True)
@@ -189,7 +196,9 @@ def test_in_the_order_of_the_model_shapes_alternate() -> None:
 def test_large_buckets_have_twice_the_elements(world: int) -> None:
     side = 4096
     members = [
-        PlannedParameter(f"{i}", 0, i, (Unit.whole((side, side)),), (1,), "f32", Storage.sharded((side, side), world))
+        PlannedParameter(
+            f"{i}", 0, i, (MatrixView.whole((side, side)),), (1,), "f32", Storage.sharded((side, side), world)
+        )
         for i in range(16 * world)
     ]
     sizes = (BucketSizes(), BucketSizes(SMALL, LARGE), BucketSizes(LARGE, LARGE))

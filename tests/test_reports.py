@@ -359,7 +359,7 @@ def test_a_group_of_another_optimizer_can_be_passed_on() -> None:
     ]
 
 
-def test_frozen_members_do_not_shift_the_units_of_a_group() -> None:
+def test_frozen_members_do_not_shift_the_matrix_views_of_a_group() -> None:
     model = net()
     groups = [
         {"params": g["params"], "kind": g["kind"], "units": g.get("units")} for g in hf_emopt.Muon(model).param_groups

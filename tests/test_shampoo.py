@@ -26,7 +26,7 @@ def run_rule(shape: tuple[int, ...], grads: list[Tensor], group: dict) -> list[T
     """The directions of the rule for a batch of two tensors, of which the first is returned."""
     rule = ShampooRule()
     rule.validate(group)
-    state = rule.init_unit_state((2, *shape), group, torch.empty(0, dtype=torch.float64))
+    state = rule.init_matrix_state((2, *shape), group, torch.empty(0, dtype=torch.float64))
     directions = []
     for t, g in enumerate(grads, start=1):
         x = torch.stack([g, g.flip(0)])

@@ -188,14 +188,14 @@ def test_state_is_keyed_by_live_parameters_only() -> None:
 def test_hyperparameters_come_from_the_checkpoint_and_structure_from_the_model() -> None:
     _, optimizer = build(hf_emopt.Muon)
     saved = optimizer.state_dict()
-    saved["param_groups"][0].update(lr=0.5, momentum=0.8, kind="aux", units=[], name="stranger")
+    saved["param_groups"][0].update(lr=0.5, momentum=0.8, kind="aux", matrix_views=[], name="stranger")
     del saved["param_groups"][0]["nesterov"]  # as an older version might
     _, other = build(hf_emopt.Muon)
-    units = other.param_groups[0]["units"]
+    matrix_views = other.param_groups[0]["units"]
     other.load_state_dict(saved)
     group = other.param_groups[0]
     assert (group["lr"], group["momentum"], group["nesterov"]) == (0.5, 0.8, True)
-    assert (group["kind"], group["name"], group["units"]) == ("matrix", "matrix", units)
+    assert (group["kind"], group["name"], group["units"]) == ("matrix", "matrix", matrix_views)
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def kept(optimizer: torch.optim.Optimizer) -> list[dict[str, Tensor]]:
 
 
 def wide(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A parameter's state, of which it has one unit, with moments in float32."""
+    """A parameter's state, of which it has one matrix view, with moments in float32."""
     return unpacked({key.removesuffix(".0"): value for key, value in state.items()}, torch.float32)
 
 

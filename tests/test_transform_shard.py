@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from slices import Team, cuts
+from slices import ComputeGroup, cuts
 from torch import Tensor
 
 from hf_emopt.linalg import newton_schulz_flops
@@ -25,18 +25,18 @@ def group_of(name: str, **options: Any) -> Group:
 
 
 class Ranks:
-    """Whole matrices and the same matrices cut over ranks, each with its unit state, step by step."""
+    """Whole matrices and the same matrices cut over ranks, each with its matrix state, step by step."""
 
     def __init__(self, name: str, shape: tuple[int, int, int], dim: int, parts: int, kind: str, group: Group) -> None:
         self.rule, self.group, self.dim, self.shape = RULES[name][0](), group, dim, shape
-        self.team, self.bounds = Team(parts), cuts(shape[dim], parts, kind)
-        self.whole_state = self.rule.init_unit_state(shape, group, torch.empty(0, dtype=torch.float64))
+        self.compute_group, self.bounds = ComputeGroup(parts), cuts(shape[dim], parts, kind)
+        self.whole_state = self.rule.init_matrix_state(shape, group, torch.empty(0, dtype=torch.float64))
         self.states = []
         for first, last in self.bounds:
             part = list(shape)
             part[dim] = last - first
             like = torch.empty(0, dtype=torch.float64)
-            self.states.append(self.rule.init_unit_state((part[0], part[1], part[2]), group, like))
+            self.states.append(self.rule.init_matrix_state((part[0], part[1], part[2]), group, like))
 
     def step(self, x: Tensor, ok: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The update of the whole, and the updates of all ranks put together."""
@@ -45,12 +45,18 @@ class Ranks:
         def rank(r: int) -> Tensor:
             first, last = self.bounds[r]
             shard = Shard(
-                self.dim, self.shape[1:], first, last, self.team.sum(r), self.team.max(r), parts=self.team.size
+                self.dim,
+                self.shape[1:],
+                first,
+                last,
+                self.compute_group.sum(r),
+                self.compute_group.max(r),
+                parts=self.compute_group.size,
             )
             part = x.narrow(self.dim, first, last - first)
             return self.rule.transform_shard(part, self.states[r], self.group, ok, CLOCK, shard)
 
-        return expected, torch.cat(self.team.run(rank), self.dim)
+        return expected, torch.cat(self.compute_group.run(rank), self.dim)
 
     def moments(self) -> Tensor:
         """Row moments of all ranks, put together where rows are cut."""

@@ -74,8 +74,8 @@ def _owned(plan: Plan, grids: dict[str, Grid]) -> dict[str, list[list[int]]]:
     """Runs of each matrix parameter that this rank transforms."""
     found: dict[str, list[list[int]]] = {}
     for bucket in plan.buckets:
-        for segment in bucket.owned(grids[bucket.parameters[0].name].position):
-            found.setdefault(bucket.parameters[segment.parameter].name, []).append(list(segment.box[0]))
+        for owned_region in bucket.owned(grids[bucket.parameters[0].name].position):
+            found.setdefault(bucket.parameters[owned_region.parameter].name, []).append(list(owned_region.region[0]))
     return found
 
 

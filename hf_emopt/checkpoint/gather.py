@@ -1,7 +1,7 @@
 """State that lies with owners: brought together for a checkpoint, and taken apart after one is loaded.
 
 Whole state is a dictionary by parameter name whose tensors are those of a single process: elementwise state shaped like the
-parameter, unit state with one row for each matrix.
+parameter, matrix state with one row for each matrix.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from hf_emopt.distributed.consensus import control_device
-from hf_emopt.distributed.layout import Partition, Storage, chunk_boxes, storage_of
-from hf_emopt.distributed.plan import Bucket, Segment
+from hf_emopt.distributed.layout import Partition, Storage, chunk_regions, storage_of
+from hf_emopt.distributed.plan import Bucket, OwnedRegion
 from hf_emopt.engine.engine import Engine
 from hf_emopt.formats.moments import is_scale
 from hf_emopt.rules.base import Group
-from hf_emopt.state.forms import elementwise_state, laid_out, shape_of_entry, unit_state
+from hf_emopt.state.forms import elementwise_state, laid_out, matrix_state, shape_of_entry
 from hf_emopt.state.keys import is_count, is_shaped
 from hf_emopt.state.placement import compute_device, part_of
 
@@ -29,11 +29,11 @@ __all__ = [
     "as_parameter",
     "fresh",
     "gathered",
-    "has_unit_state",
+    "has_matrix_state",
     "keep_owned",
     "materialize",
-    "sharded_unit_state",
-    "whole_unit_state",
+    "sharded_matrix_state",
+    "whole_matrix_state",
 ]
 
 State = dict[str, Any]
@@ -81,11 +81,11 @@ def _meta(param: Tensor) -> Tensor:
     return torch.empty(param.shape, dtype=param.dtype, device="meta")
 
 
-def _start(engine: Engine, bucket: Bucket, i: int, like: Tensor, unit_like: Tensor, group: Group) -> State:
+def _start(engine: Engine, bucket: Bucket, i: int, like: Tensor, matrix_view_like: Tensor, group: Group) -> State:
     result = elementwise_state(engine.rule, group, like, like.shape)
     if group["kind"] == "matrix":
-        for u, unit in enumerate(bucket.parameters[i].units):
-            state = unit_state(engine.rule, group, unit.shape, unit_like)
+        for u, matrix_view in enumerate(bucket.parameters[i].matrix_views):
+            state = matrix_state(engine.rule, group, matrix_view.shape, matrix_view_like)
             result |= {f"{name}.{u}": value for name, value in state.items()}
     return result
 
@@ -125,7 +125,7 @@ def gathered(engine: Engine, keep: bool = True) -> dict[str, State]:
                 }
                 if engine.states.owned(bucket, i) is not None:
                     whole |= _whole_shaped(engine, bucket, i, keep)
-                whole |= whole_unit_state(engine, bucket, i, lambda t: t.to("cpu", copy=True) if keep else None)
+                whole |= whole_matrix_state(engine, bucket, i, lambda t: t.to("cpu", copy=True) if keep else None)
                 result[parameter.name] = whole
     return result if keep else {}
 
@@ -140,69 +140,69 @@ def _whole_shaped(engine: Engine, bucket: Bucket, i: int, keep: bool) -> State:
     for key, like in sorted(expected.items()):
         whole = torch.empty(like.shape, dtype=like.dtype, device=param.device)
         offset = 0
-        for segment in (s for s in bucket.segments if s.parameter == i):
-            box = segment.box[:1] if is_scale(key) else segment.box
-            where = tuple(slice(a, b) for a, b in box)
+        for owned_region in (s for s in bucket.owned_regions if s.parameter == i):
+            region = owned_region.region[:1] if is_scale(key) else owned_region.region
+            where = tuple(slice(a, b) for a, b in region)
             part = None
-            if segment in mine:
+            if owned_region in mine:
                 part = (
-                    state[key].narrow(segment.dim, offset, segment.shape[segment.dim])
+                    state[key].narrow(owned_region.dim, offset, owned_region.shape[owned_region.dim])
                     if state[key].ndim
                     else state[key]
                 )
-                offset += segment.shape[segment.dim] if segment.shape else 0
+                offset += owned_region.shape[owned_region.dim] if owned_region.shape else 0
             shape = whole[where].shape
-            whole[where] = _from_owner(engine, bucket, segment, part, shape, like.dtype, param.device)
+            whole[where] = _from_owner(engine, bucket, owned_region, part, shape, like.dtype, param.device)
         if keep:
             result[key] = whole.cpu()
     return result
 
 
-def whole_unit_state(engine: Engine, bucket: Bucket, i: int, use: Callable[[Tensor], Any]) -> State:
-    """Collective: unit state of one parameter, one tensor at a time on all ranks, each handed to ``use``."""
+def whole_matrix_state(engine: Engine, bucket: Bucket, i: int, use: Callable[[Tensor], Any]) -> State:
+    """Collective: matrix state of one parameter, one tensor at a time on all ranks, each handed to ``use``."""
     parameter, group = bucket.parameters[i], engine.groups[bucket.group]
     param = engine.parameter(bucket, i)
     state = engine.state.get(param, {})
     result: State = {}
-    for u, unit in enumerate(parameter.units):
-        for name, like in sorted(_unit_like(engine, unit.shape, group, param).items()):
+    for u, matrix_view in enumerate(parameter.matrix_views):
+        for name, like in sorted(_matrix_view_like(engine, matrix_view.shape, group, param).items()):
             device = torch.device("cpu") if like.device.type == "cpu" else compute_device(param)
             whole = torch.empty(like.shape, dtype=like.dtype, device=device)
             offset = 0
             present = f"{name}.{u}" in state
-            for segment in (s for s in bucket.segments if s.parameter == i and not s.copy):
-                place = segment.place(u)
+            for owned_region in (s for s in bucket.owned_regions if s.parameter == i and not s.copy):
+                place = owned_region.place(u)
                 if place is None:
                     continue
-                shape = _unit_like(engine, segment.units[place].shape, group, param)[name].shape
-                where = _unit_place(bucket, segment, place, like.shape, shape)
+                shape = _matrix_view_like(engine, owned_region.matrix_views[place].shape, group, param)[name].shape
+                where = _matrix_view_place(bucket, owned_region, place, like.shape, shape)
                 part = None
-                if segment.owner == engine.grid_of_bucket(bucket).position and present:
+                if owned_region.owner == engine.grid_of_bucket(bucket).position and present:
                     part = state[f"{name}.{u}"][offset : offset + shape[0]]
                     offset += shape[0]
-                whole[where] = _from_owner(engine, bucket, segment, part, shape, like.dtype, device)
+                whole[where] = _from_owner(engine, bucket, owned_region, part, shape, like.dtype, device)
             result[f"{name}.{u}"] = use(whole)
     return result
 
 
-def has_unit_state(engine: Engine) -> bool:
+def has_matrix_state(engine: Engine) -> bool:
     """Whether any matrix has state of its own, beside what lies as its parameter does."""
     return any(
-        _unit_like(engine, unit.shape, engine.groups[bucket.group], engine.parameter(bucket, i))
+        _matrix_view_like(engine, matrix_view.shape, engine.groups[bucket.group], engine.parameter(bucket, i))
         for bucket in engine.plan.buckets
         for i, parameter in enumerate(bucket.parameters)
-        for unit in parameter.units
+        for matrix_view in parameter.matrix_views
     )
 
 
-def sharded_unit_state(engine: Engine) -> dict[str, State]:
-    """Collective: unit state of sharded parameters, as DTensors on the parameter's mesh, by parameter name."""
+def sharded_matrix_state(engine: Engine) -> dict[str, State]:
+    """Collective: matrix state of sharded parameters, as DTensors on the parameter's mesh, by parameter name."""
     result: dict[str, State] = {}
     for bucket in engine.plan.buckets:
         for i, parameter in enumerate(bucket.parameters):
             param = engine.parameter(bucket, i)
             if "step" in engine.state.get(param, {}) and isinstance(param, DTensor):
-                result[parameter.name] = whole_unit_state(engine, bucket, i, partial(_spread, like=param))
+                result[parameter.name] = whole_matrix_state(engine, bucket, i, partial(_spread, like=param))
     return result
 
 
@@ -216,39 +216,39 @@ def _spread(whole: Tensor, like: DTensor) -> Tensor:
     count = mesh.size(cut[0])
     dim = next((d for d, size in enumerate(whole.shape) if size >= count), whole.shape.index(max(whole.shape)))
     placements[cut[0]] = Shard(dim)
-    box = chunk_boxes(whole.shape, dim, count)[mesh.get_local_rank(cut[0])]
-    local = whole[tuple(slice(a, b) for a, b in box)].clone()
+    region = chunk_regions(whole.shape, dim, count)[mesh.get_local_rank(cut[0])]
+    local = whole[tuple(slice(a, b) for a, b in region)].clone()
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
 
 
-def _unit_like(engine: Engine, shape: tuple[int, int, int], group: Group, param: Tensor) -> dict[str, Tensor]:
-    """Unit state of a shape without its memory. What rules keep on the host comes out on the host."""
-    return unit_state(engine.rule, group, shape, torch.empty(0, dtype=param.dtype, device="meta"))
+def _matrix_view_like(engine: Engine, shape: tuple[int, int, int], group: Group, param: Tensor) -> dict[str, Tensor]:
+    """Matrix state of a shape without its memory. What rules keep on the host comes out on the host."""
+    return matrix_state(engine.rule, group, shape, torch.empty(0, dtype=param.dtype, device="meta"))
 
 
-def _unit_place(
-    bucket: Bucket, segment: Segment, place: int, whole: Sequence[int], part: Sequence[int]
+def _matrix_view_place(
+    bucket: Bucket, owned_region: OwnedRegion, place: int, whole: Sequence[int], part: Sequence[int]
 ) -> tuple[slice, ...]:
-    """Where the state of a segment's unit belongs in the parameter's."""
-    cut, parameter = segment.cut(place), bucket.parameters[segment.parameter]
-    if cut is not None and cut.team:  # along the dimension that differs, if any does
-        start, stop = cut.spans[cut.team.index(segment.owner)]
+    """Where the state of an owned region's matrix view belongs in the parameter's."""
+    cut, parameter = owned_region.cut(place), bucket.parameters[owned_region.parameter]
+    if cut is not None and cut.compute_group:  # along the dimension that differs, if any does
+        start, stop = cut.spans[cut.compute_group.index(owned_region.owner)]
         return tuple(slice(None) if a == b else slice(start, stop) for a, b in zip(whole, part))
-    per_row = parameter.units[segment.index(place)].shape[0] // max(1, parameter.rows)
-    first = segment.box[0][0] // parameter.row_numel * per_row if part[0] != whole[0] else 0
+    per_row = parameter.matrix_views[owned_region.index(place)].shape[0] // max(1, parameter.rows)
+    first = owned_region.region[0][0] // parameter.row_numel * per_row if part[0] != whole[0] else 0
     return (slice(first, first + part[0]),)
 
 
 def _from_owner(
     engine: Engine,
     bucket: Bucket,
-    segment: Segment,
+    owned_region: OwnedRegion,
     part: Tensor | None,
     shape: Sequence[int],
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """Broadcasts a segment's part from its owner."""
+    """Broadcasts an owned region's part from its owner."""
     grid = engine.grid_of_bucket(bucket)
     if grid.world_size == 1:
         assert part is not None
@@ -261,7 +261,7 @@ def _from_owner(
     value = torch.empty(tuple(shape), dtype=dtype, device=wire) if part is None else part.to(wire).contiguous()
     # As bytes, since backends differ in which dtypes they move.
     dist.broadcast(
-        value.view(torch.uint8) if value.ndim else value, src=bucket.storage.rank(segment.owner), group=group
+        value.view(torch.uint8) if value.ndim else value, src=bucket.storage.rank(owned_region.owner), group=group
     )
     return value.to(device)
 
@@ -314,12 +314,12 @@ def _own(engine: Engine, bucket: Bucket, i: int, whole: State, param: Tensor) ->
             value = _full(value)
             name, u = key.rsplit(".", 1)
             parts = []
-            for segment in mine:
-                place = segment.place(int(u))
+            for owned_region in mine:
+                place = owned_region.place(int(u))
                 if place is None:
                     continue
-                like = _unit_like(engine, segment.units[place].shape, group, param)[name]
-                parts.append(value[_unit_place(bucket, segment, place, value.shape, like.shape)])
+                like = _matrix_view_like(engine, owned_region.matrix_views[place].shape, group, param)[name]
+                parts.append(value[_matrix_view_place(bucket, owned_region, place, value.shape, like.shape)])
                 on_host = like.device.type == "cpu" or engine.offload is not None
                 device = torch.device("cpu") if on_host else compute_device(param)
             if parts:
@@ -362,6 +362,6 @@ def _cut(whole: Tensor, storage: Storage, param: DTensor, key: str) -> Tensor:
         rank = dist.get_rank()
         (shard,) = {row.index(rank) for row in storage.ranks if rank in row}
     if is_scale(key):  # a row for each of the parameter's, which is cut by rows
-        rows = [whole[slice(*box[0])] for box, _ in storage.held(shard)]
+        rows = [whole[slice(*region[0])] for region, _ in storage.held(shard)]
         return torch.cat(rows) if rows else whole[:0]
     return storage.local_part(whole, shard)

@@ -13,10 +13,10 @@ from torch import Tensor
 from hf_emopt.distributed.layout import whole_numel, whole_shape
 from hf_emopt.formats.master_weights import WEIGHT_STATE
 from hf_emopt.formats.moments import coded_names, converted, scale_shape
-from hf_emopt.routing.packing import STRUCTURAL_KEYS, unpack_units
-from hf_emopt.routing.unit import Unit
+from hf_emopt.routing.matrix_view import MatrixView
+from hf_emopt.routing.packing import STRUCTURAL_KEYS, unpack_matrix_views
 from hf_emopt.rules.base import Group, state_dtype
-from hf_emopt.state.forms import elementwise_state, is_weight_state, unit_state
+from hf_emopt.state.forms import elementwise_state, is_weight_state, matrix_state
 
 if TYPE_CHECKING:
     from hf_emopt.checkpoint.interface import Checkpointable
@@ -84,7 +84,7 @@ def matched(optimizer: Checkpointable, state_dict: dict[str, Any]) -> tuple[dict
     check_groups(optimizer, saved_groups)
     saved_groups = _in_live_order(saved_groups, optimizer.param_groups)
     by_name: dict[str, dict[str, Any]] = {}
-    parts = optimizer.units_of_slices()
+    parts = optimizer.matrix_views_of_slices()
     for saved, group in zip(saved_groups, optimizer.param_groups):
         names = live_names(_saved_names(saved) or group["param_names"], group["param_names"])
         if len(saved["params"]) != len(group["params"]) or set(names) != set(group["param_names"]):
@@ -100,8 +100,10 @@ def matched(optimizer: Checkpointable, state_dict: dict[str, Any]) -> tuple[dict
                 state.get(index, {}), group["state_dtype"], whole_shape(live[name]), state_dtype(live[name])
             )
             _check_shapes(name, live[name], entry)
-            units = parts.get(name) or (unpack_units(group["units"][positions[name]]) if "units" in group else ())
-            _check_kinds(optimizer, name, live[name], entry, merged_group(group, saved), units)
+            matrix_views = parts.get(name) or (
+                unpack_matrix_views(group["units"][positions[name]]) if "units" in group else ()
+            )
+            _check_kinds(optimizer, name, live[name], entry, merged_group(group, saved), matrix_views)
             by_name[name] = entry
     return by_name, saved_groups
 
@@ -142,7 +144,12 @@ def merged_group(live: Group, saved: Group) -> Group:
 
 
 def _check_kinds(
-    optimizer: Checkpointable, name: str, param: Tensor, entry: dict[str, Any], group: Group, units: Sequence[Unit]
+    optimizer: Checkpointable,
+    name: str,
+    param: Tensor,
+    entry: dict[str, Any],
+    group: Group,
+    matrix_views: Sequence[MatrixView],
 ) -> None:
     """Refuses state that another optimizer wrote, or this one with other matrices in the parameter."""
     if whole_numel(param) == 0:
@@ -151,8 +158,8 @@ def _check_kinds(
     fresh = elementwise_state(optimizer.rule, group, meta, meta.shape)
     wanted = {key: tuple(value.shape) for key, value in fresh.items() if not is_weight_state(key)}
     if group["kind"] == "matrix":
-        for index, unit in enumerate(units):
-            state = unit_state(optimizer.rule, group, unit.shape, meta)
+        for index, matrix_view in enumerate(matrix_views):
+            state = matrix_state(optimizer.rule, group, matrix_view.shape, meta)
             wanted |= {f"{key}.{index}": tuple(value.shape) for key, value in state.items()}
     missing = sorted(set(wanted) - set(entry)) if "step" in entry else []
     wrong = sorted(k for k, shape in wanted.items() if torch.is_tensor(entry.get(k)) and entry[k].shape != shape)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hf_emopt.checkpoint.from_adamw import from_adamw, is_adamw
-from hf_emopt.checkpoint.gather import fresh, gathered, has_unit_state, keep_owned, materialize, sharded_unit_state
+from hf_emopt.checkpoint.gather import fresh, gathered, has_matrix_state, keep_owned, materialize, sharded_matrix_state
 from hf_emopt.checkpoint.matching import PARTIAL, load_into, matched
 from hf_emopt.distributed.consensus import control_device
 from hf_emopt.distributed.layout import local_gradient
@@ -122,13 +122,13 @@ def emitted(optimizer: Checkpointable, plain_state_dict: Callable[[], dict[str, 
                 "torch.distributed.checkpoint needs"
             )
         engine.prepare()
-        whole = {**fresh(engine), **sharded_unit_state(engine)}
+        whole = {**fresh(engine), **sharded_matrix_state(engine)}
     if whole is None:
         materialize(engine)
         whole = {}
-        if engine.scattered and has_unit_state(engine):  # else a rank may ask alone, also right after it has loaded
+        if engine.scattered and has_matrix_state(engine):  # else a rank may ask alone, also right after it has loaded
             engine.prepare()
-            whole = sharded_unit_state(engine)
+            whole = sharded_matrix_state(engine)
     plain = plain_state_dict()
     names = [name for group in optimizer.param_groups for name in group["param_names"]]
     params: list[Tensor] = [param for group in optimizer.param_groups for param in group["params"]]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from hf_emopt.distributed.layout import Box, Storage
+from hf_emopt.distributed.layout import Region, Storage
 
-__all__ = ["Arrangement", "MODES", "TensorCut", "TensorParallel"]
+__all__ = ["MODES", "Arrangement", "TensorCut", "TensorParallel"]
 
 
 TensorParallel = Literal["auto", "layerwise", "duplicated", "distributed", "blockwise"]
@@ -20,16 +20,16 @@ class TensorCut:
 
     Attributes:
         of_shard: for each shard of the storage, which slice it is in (all of it, or what FSDP leaves of it).
-        boxes: of each slice, in the whole's coordinates.
+        regions: of each slice, in the whole's coordinates.
     """
 
     of_shard: tuple[int, ...]
-    boxes: tuple[tuple[Box, ...], ...]
+    regions: tuple[tuple[Region, ...], ...]
 
     @property
     def size(self) -> int:
         """Ranks of the tensor parallel dimension."""
-        return len(self.boxes)
+        return len(self.regions)
 
     def columns(self, storage: Storage) -> list[tuple[int, ...]]:
         """Positions of ranks that together hold every slice: one from each, for every replica and every FSDP rank."""
@@ -48,8 +48,8 @@ class Arrangement:
     Attributes:
         mode: one of :data:`MODES` but ``"auto"`` and ``"layerwise"``, which is the plan's own way.
         cut: the slices.
-        costs: operations of each unit on each rank.
-        methods: of each unit's distributed iteration, ``"standard"`` or ``"gram"``.
+        costs: operations of each matrix view on each rank.
+        methods: of each matrix view's distributed iteration, ``"standard"`` or ``"gram"``.
         recut: the slices are along the short side, and are first exchanged for slices along the long one.
     """
 

@@ -1,4 +1,4 @@
-"""Making a plan: segments are given to ranks by cost, longest first, and gathered into buckets of bounded size."""
+"""Making a plan: owned regions are given to ranks by cost, longest first, and gathered into buckets of bounded size."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from hf_emopt.distributed.cutting import _even_cuts, _rows, recut
+from hf_emopt.distributed.owned_regions import OwnedRegion
 from hf_emopt.distributed.plan import Bucket, Plan, PlannedParameter
-from hf_emopt.distributed.segments import Segment
 
 __all__ = ["BucketSizes", "bucket_sizes", "make_plan"]
 
@@ -59,7 +59,7 @@ def make_plan(
     """The plan for these parameters.
 
     Args:
-        parameters: matrix parameters; or others, without units, whose cost is their size.
+        parameters: matrix parameters; or others, without matrix views, whose cost is their size.
         sizes: of buckets; ``None`` for :func:`bucket_sizes`.
         forward_order: buckets follow the order of ``parameters`` (the model's) instead of falling cost, so that what the
             next forward needs first is ready first.
@@ -79,13 +79,13 @@ def make_plan(
     sizes = bucket_sizes() if sizes is None else sizes
     for (*_, local, keeps, _), members in alike.items():
         for chunk in _chunks(members, sizes, by_shape=not forward_order):
-            segments = tuple(replace(s, parameter=i) for i, p in enumerate(chunk) for s in owned[p.name])
-            buckets.append(Bucket(chunk[0].group, tuple(chunk), segments, bool(local), bool(keeps)))
+            owned_regions = tuple(replace(s, parameter=i) for i, p in enumerate(chunk) for s in owned[p.name])
+            buckets.append(Bucket(chunk[0].group, tuple(chunk), owned_regions, bool(local), bool(keeps)))
     return Plan(tuple(buckets), tuple(ranks) or (0,))
 
 
-def _owned(ordered: Sequence[PlannedParameter]) -> dict[str, list[Segment]]:
-    """Segments by parameter name.
+def _owned(ordered: Sequence[PlannedParameter]) -> dict[str, list[OwnedRegion]]:
+    """Owned regions by parameter name.
 
     Loads are carried among parameters of the same ranks alone. Of a parameter that lies on some of the ranks, others have
     their own copy on other ranks (a layer that FSDP cuts and tensor parallelism does not): loads that came of it would be of
@@ -94,9 +94,9 @@ def _owned(ordered: Sequence[PlannedParameter]) -> dict[str, list[Segment]]:
     together: dict[frozenset[int], list[PlannedParameter]] = {}
     for parameter in ordered:
         together.setdefault(frozenset(itertools.chain(*parameter.storage.ranks)), []).append(parameter)
-    owned: dict[str, list[Segment]] = {}
+    owned: dict[str, list[OwnedRegion]] = {}
     for ranks, members in together.items():
-        owned |= _Assignment(sorted(ranks)).segments_of(members)
+        owned |= _Assignment(sorted(ranks)).owned_regions_of(members)
     return owned
 
 
@@ -147,53 +147,54 @@ def _even_parts(run: list[list[PlannedParameter]], limit: int) -> list[list[list
 
 
 class _Assignment:
-    """Gives segments to ranks; loads are carried from one layout over them to the next."""
+    """Gives owned regions to ranks; loads are carried from one layout over them to the next."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self.loads: dict[int, int] = dict.fromkeys(ranks, 0)
 
-    def segments_of(self, parameters: Sequence[PlannedParameter]) -> dict[str, list[Segment]]:
-        """Segments by parameter name: first those whose shard is given, then the others, all over the same ranks at once."""
-        from hf_emopt.distributed.tensor_parallel import segments_of
+    def owned_regions_of(self, parameters: Sequence[PlannedParameter]) -> dict[str, list[OwnedRegion]]:
+        """Owned regions by parameter name: first those whose shard is given, then the others, all over the same ranks at
+        once."""
+        from hf_emopt.distributed.tensor_parallel import owned_regions_of
 
-        segments = self._paired(parameters)
+        owned_regions = self._paired(parameters)
         for parameter in parameters:
             if parameter.pair:
                 continue
             if parameter.arrangement is not None:
-                segments[parameter.name] = segments_of(parameter, self.loads)
-                for segment in segments[parameter.name]:
-                    self._add(parameter.storage.rank(segment.owner), segment.cost)
+                owned_regions[parameter.name] = owned_regions_of(parameter, self.loads)
+                for owned_region in owned_regions[parameter.name]:
+                    self._add(parameter.storage.rank(owned_region.owner), owned_region.cost)
             elif parameter.is_local:
-                segments[parameter.name] = self._local(parameter)
+                owned_regions[parameter.name] = self._local(parameter)
         by_ranks: dict[tuple[tuple[int, ...], ...], list[PlannedParameter]] = {}
         for parameter in parameters:
-            if parameter.name not in segments:
+            if parameter.name not in owned_regions:
                 by_ranks.setdefault(parameter.storage.ranks, []).append(parameter)
         for members in by_ranks.values():
-            segments |= self._shared(members)
-        return segments
+            owned_regions |= self._shared(members)
+        return owned_regions
 
-    def _paired(self, parameters: Sequence[PlannedParameter]) -> dict[str, list[Segment]]:
+    def _paired(self, parameters: Sequence[PlannedParameter]) -> dict[str, list[OwnedRegion]]:
         """Both factors of a pair, whole, to the least loaded rank: the costliest pair first."""
         pairs: dict[str, list[PlannedParameter]] = {}
         for parameter in parameters:
             if parameter.pair:
                 pairs.setdefault(parameter.pair, []).append(parameter)
-        segments: dict[str, list[Segment]] = {}
+        owned_regions: dict[str, list[OwnedRegion]] = {}
         for name in sorted(pairs, key=lambda name: (-sum(p.cost for p in pairs[name]), name)):
             storage = pairs[name][0].storage
             owner = min(range(storage.world_size), key=lambda position: (self.loads[storage.rank(position)], position))
             for parameter in pairs[name]:
-                segments[parameter.name] = [_rows(parameter, 0, parameter.rows, owner, parameter.cost)]
+                owned_regions[parameter.name] = [_rows(parameter, 0, parameter.rows, owner, parameter.cost)]
                 self._add(storage.rank(owner), parameter.cost)
-        return segments
+        return owned_regions
 
-    def _local(self, parameter: PlannedParameter) -> list[Segment]:
+    def _local(self, parameter: PlannedParameter) -> list[OwnedRegion]:
         """Rows stay with their shard; its replicas share them."""
         storage, result = parameter.storage, []
-        for shard, boxes in enumerate(storage.boxes):
-            runs = [(box[0][0] // parameter.row_numel, box[0][1] // parameter.row_numel) for box in boxes]
+        for shard, regions in enumerate(storage.regions):
+            runs = [(region[0][0] // parameter.row_numel, region[0][1] // parameter.row_numel) for region in regions]
             for start, stop in (cut for run in runs for cut in _even_cuts(*run, storage.replicas)):
                 cost = parameter.cost * (stop - start) // parameter.rows
                 replica = min(range(storage.replicas), key=lambda r: (self.loads[storage.ranks[r][shard]], r))
@@ -201,9 +202,9 @@ class _Assignment:
                 self._add(storage.ranks[replica][shard], cost)
         return result
 
-    def _shared(self, members: Sequence[PlannedParameter]) -> dict[str, list[Segment]]:
-        """Longest first to the least loaded of the ranks, with a team for a matrix that is too much for one."""
-        from hf_emopt.distributed.team_assignment import assign
+    def _shared(self, members: Sequence[PlannedParameter]) -> dict[str, list[OwnedRegion]]:
+        """Longest first to the least loaded of the ranks, with a compute group for a matrix that is too much for one."""
+        from hf_emopt.distributed.compute_group_assignment import assign
 
         storage = members[0].storage
         world = storage.world_size
@@ -216,7 +217,7 @@ class _Assignment:
         one_axis = storage.shards == 1 or storage.replicas == 1
         shareable = {key: p.shard_cost for key, (p, _, _) in pieces.items() if p.shard_cost is not None and one_axis}
         if max(costs.values(), default=0) * world <= sum(costs.values()):
-            shareable = {}  # every matrix fits into a rank's fair share, and a team pays for its all-reduces
+            shareable = {}  # every matrix fits into a rank's fair share, and a compute group pays for its all-reduces
 
         def shard_cost(key: str, k: int) -> int:
             price = shareable.get(key)
@@ -226,19 +227,19 @@ class _Assignment:
 
         carried = [self.loads[storage.rank(position)] for position in range(world)]
         owners = assign(costs, world, shard_cost, carried)
-        segments: dict[str, list[Segment]] = {p.name: [] for p in members}
+        owned_regions: dict[str, list[OwnedRegion]] = {p.name: [] for p in members}
         for key in sorted(pieces):
             p, start, stop = pieces[key]
-            team = owners[key]
+            compute_group = owners[key]
             made = (
-                [_rows(p, start, stop, team[0], costs[key])]
-                if len(team) == 1
-                else recut(p, team, shard_cost(key, len(team)))
+                [_rows(p, start, stop, compute_group[0], costs[key])]
+                if len(compute_group) == 1
+                else recut(p, compute_group, shard_cost(key, len(compute_group)))
             )
-            segments[p.name].extend(made)
-            for segment in made:
-                self._add(storage.rank(segment.owner), segment.cost)
-        return segments
+            owned_regions[p.name].extend(made)
+            for owned_region in made:
+                self._add(storage.rank(owned_region.owner), owned_region.cost)
+        return owned_regions
 
     def _add(self, rank: int, cost: int) -> None:
         self.loads[rank] += cost

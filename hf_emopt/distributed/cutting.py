@@ -1,13 +1,13 @@
-"""Segments of one parameter: rows of a stack, and slices of a matrix for a team of ranks."""
+"""Owned regions of one parameter: rows of a stack, and slices of a matrix for a compute group of ranks."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Literal
 
-from hf_emopt.distributed.layout import full_box
+from hf_emopt.distributed.layout import full_region
+from hf_emopt.distributed.owned_regions import Cut, OwnedRegion
 from hf_emopt.distributed.plan import PlannedParameter
-from hf_emopt.distributed.segments import Cut, Segment
 
 __all__ = ["recut"]
 
@@ -19,33 +19,42 @@ def _even_cuts(start: int, stop: int, parts: int) -> list[tuple[int, int]]:
     return [(start + size * i // count, start + size * (i + 1) // count) for i in range(count)]
 
 
-def _rows(parameter: PlannedParameter, start: int, stop: int, owner: int, cost: int) -> Segment:
+def _rows(parameter: PlannedParameter, start: int, stop: int, owner: int, cost: int) -> OwnedRegion:
     """Rows ``start:stop`` of a stack, or the whole of anything else."""
     shape = parameter.storage.shape
     if not shape:
-        return Segment(0, (), owner, parameter.units, cost)
+        return OwnedRegion(0, (), owner, parameter.matrix_views, cost)
     row = parameter.row_numel
-    box = ((start * row, stop * row), *full_box(shape)[1:])
-    units = parameter.units
+    region = ((start * row, stop * row), *full_region(shape)[1:])
+    matrix_views = parameter.matrix_views
     if (start, stop) != (0, parameter.rows):
-        units = tuple(replace(u, view=(stop - start, *u.view[1:])) for u in units)
-    return Segment(0, box, owner, units, cost)
+        matrix_views = tuple(replace(u, view=(stop - start, *u.view[1:])) for u in matrix_views)
+    return OwnedRegion(0, region, owner, matrix_views, cost)
 
 
 def recut(
-    parameter: PlannedParameter, team: tuple[int, ...], cost: int, method: Literal["standard", "gram"] = "standard"
-) -> list[Segment]:
-    """One matrix cut along its long side, a slice for each member of the team."""
-    shape, unit = parameter.storage.shape, parameter.units[0]
+    parameter: PlannedParameter,
+    compute_group: tuple[int, ...],
+    cost: int,
+    method: Literal["standard", "gram"] = "standard",
+) -> list[OwnedRegion]:
+    """One matrix cut along its long side, a slice for each member of the compute group."""
+    shape, matrix_view = parameter.storage.shape, parameter.matrix_views[0]
     dim = 0 if shape[0] >= shape[1] else 1
-    spans = tuple(_even_cuts(0, shape[dim], len(team)))
-    cut = Cut((unit.shape[1], unit.shape[2]), -2 if dim in unit.rows else -1, spans, team, method)
-    segments = []
-    for owner, (start, stop) in zip(team, spans, strict=True):
-        box = list(full_box(shape))
-        box[dim] = (start, stop)
+    spans = tuple(_even_cuts(0, shape[dim], len(compute_group)))
+    cut = Cut(
+        (matrix_view.shape[1], matrix_view.shape[2]),
+        -2 if dim in matrix_view.rows else -1,
+        spans,
+        compute_group,
+        method,
+    )
+    owned_regions = []
+    for owner, (start, stop) in zip(compute_group, spans, strict=True):
+        region = list(full_region(shape))
+        region[dim] = (start, stop)
         view = list(shape)
         view[dim] = stop - start
-        part = replace(unit, view=tuple(view))
-        segments.append(Segment(0, tuple(box), owner, (part,), cost, team, dim, cuts=(cut,)))
-    return segments
+        part = replace(matrix_view, view=tuple(view))
+        owned_regions.append(OwnedRegion(0, tuple(region), owner, (part,), cost, compute_group, dim, cuts=(cut,)))
+    return owned_regions

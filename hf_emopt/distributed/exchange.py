@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_emopt.distributed.layout import Box, Grid, Storage
-from hf_emopt.distributed.plan import Bucket, Segment
+from hf_emopt.distributed.layout import Grid, Region, Storage
+from hf_emopt.distributed.plan import Bucket, OwnedRegion
 from hf_emopt.kernels.multi_tensor import Runs, contiguous_run, fits, runs_work
 
 __all__ = ["Arrival", "Exchange", "Stacks"]
@@ -60,7 +60,7 @@ class Arrival:
 
 @dataclass(frozen=True)
 class _Piece:
-    """A box of a tensor, in that tensor's own coordinates."""
+    """A region of a tensor, in that tensor's own coordinates."""
 
     index: int
     where: Slices
@@ -69,12 +69,12 @@ class _Piece:
 
 @dataclass(frozen=True)
 class Stacks:
-    """Segments as parts of a few tensors: matrices of one shape lie one after another in one ``(B, m, n)``.
+    """Owned regions as parts of a few tensors: matrices of one shape lie one after another in one ``(B, m, n)``.
 
     Attributes:
-        rows: for each segment the number of its stack, its first matrix there, and how many.
-        shapes: of the segments.
-        places: for each segment the number of its stack and its first element there.
+        rows: for each owned region the number of its stack, its first matrix there, and how many.
+        shapes: of the owned regions.
+        places: for each owned region the number of its stack and its first element there.
     """
 
     rows: tuple[tuple[int, int, int], ...]
@@ -82,7 +82,7 @@ class Stacks:
     places: tuple[tuple[int, int], ...]
 
     def apart(self, stacks: Sequence[Tensor]) -> list[Tensor]:
-        """Each segment; views of contiguous stacks."""
+        """Each owned region; views of contiguous stacks."""
         pairs = zip(self.rows, self.shapes)
         return [stacks[number].narrow(0, start, count).reshape(shape) for (number, start, count), shape in pairs]
 
@@ -105,27 +105,30 @@ class Exchange:
         self.travels, self.returns = bucket.sends, bucket.returns
         self._to_all = bucket.sends and bucket.keeps  # what each owner keeps, all have gathered
         chosen = set(present)
-        segments = [s for s in bucket.segments if s.parameter in chosen]
+        owned_regions = [s for s in bucket.owned_regions if s.parameter in chosen]
         row = {index: k for k, index in enumerate(present)}
-        self.owned = [s for s in segments if s.owner == grid.position]
+        self.owned = [s for s in owned_regions if s.owner == grid.position]
         storages = [p.storage for p in bucket.parameters]
         self._held = [
-            [_pieces(_owned_by(segments, q * grid.shards + s), storages, grid.shard, row) for s in range(grid.shards)]
+            [
+                _pieces(_owned_by(owned_regions, q * grid.shards + s), storages, grid.shard, row)
+                for s in range(grid.shards)
+            ]
             for q in range(grid.replicas)
         ]
-        # For each shard, what it holds of this rank's segments, in the segments' coordinates.
+        # For each shard, what it holds of this rank's owned regions, in the owned regions' coordinates.
         self._asked = [
             [
-                _Piece(k, _relative(inside, segment.box, _zero(inside)), _numel(inside))
-                for k, segment in enumerate(self.owned)
-                for box, _ in storages[segment.parameter].held(s)
-                if (inside := _intersection(box, segment.box)) is not None
+                _Piece(k, _relative(inside, owned_region.region, _zero(inside)), _numel(inside))
+                for k, owned_region in enumerate(self.owned)
+                for region, _ in storages[owned_region.parameter].held(s)
+                if (inside := _intersection(region, owned_region.region)) is not None
             ]
             for s in range(grid.shards)
         ]
         self._returned, self._given = self._held, self._asked
-        if any(segment.gives is not None for segment in segments):
-            self._narrow(segments, storages, row)
+        if any(owned_region.gives is not None for owned_region in owned_regions):
+            self._narrow(owned_regions, storages, row)
         self._runs: dict[tuple[Stage, bool], Runs | None] = {}
         mine = grid.replica
         self._sizes = {
@@ -145,23 +148,23 @@ class Exchange:
             return sum(p.numel for p in self._returned[self.grid.replica][self.grid.shard])
         return sum(_splits(self.pieces(stage)))
 
-    def _narrow(self, segments: Sequence[Segment], storages: Sequence[Storage], row: dict[int, int]) -> None:
+    def _narrow(self, owned_regions: Sequence[OwnedRegion], storages: Sequence[Storage], row: dict[int, int]) -> None:
         """Pieces on the way back, where owners pass on a part of what they have transformed."""
         grid = self.grid
         self._returned = [
             [
-                _pieces(_owned_by(segments, q * grid.shards + s), storages, grid.shard, row, narrowed=True)
+                _pieces(_owned_by(owned_regions, q * grid.shards + s), storages, grid.shard, row, narrowed=True)
                 for s in range(grid.shards)
             ]
             for q in range(grid.replicas)
         ]
         self._given = [
             [
-                _Piece(k, _relative(part, segment.box, _zero(part)), _numel(part))
-                for k, segment in enumerate(self.owned)
-                for box, _ in storages[segment.parameter].held(s)
-                for given in _given(segment)
-                if (part := _intersection(box, given)) is not None
+                _Piece(k, _relative(part, owned_region.region, _zero(part)), _numel(part))
+                for k, owned_region in enumerate(self.owned)
+                for region, _ in storages[owned_region.parameter].held(s)
+                for given in _given(owned_region)
+                if (part := _intersection(region, given)) is not None
             ]
             for s in range(grid.shards)
         ]
@@ -173,7 +176,7 @@ class Exchange:
 
         Args:
             stage: ``"sent"`` and ``"taken"`` are of this rank's part of each present parameter, ``"received"`` and
-                ``"given"`` of its owned segments.
+                ``"given"`` of its owned regions.
         """
         mine = self.grid.replica
         if stage == "sent":
@@ -191,7 +194,7 @@ class Exchange:
         ``None`` where kernels do not run here, or a piece's elements do not follow one another in its tensor.
 
         Args:
-            stacks: how the tensors hold the owned segments, where they are not these themselves.
+            stacks: how the tensors hold the owned regions, where they are not these themselves.
         """
         if not runs_work(self.device):
             return None
@@ -209,7 +212,7 @@ class Exchange:
     # ------------------------------------------------------------------ shards to owners
 
     def send(self, messages: Sequence[Tensor]) -> Arrival:
-        """Starts to bring the owned segments together from all shards.
+        """Starts to bring the owned regions together from all shards.
 
         Args:
             messages: this rank's part of each present parameter.
@@ -226,7 +229,7 @@ class Exchange:
         return self._all_to_all(buffer, self._sizes["held"], sizes)
 
     def receive(self, arrival: Arrival, targets: Sequence[Tensor], stacks: Stacks | None = None) -> None:
-        """Waits for :meth:`send` and fills a tensor for each owned segment, or stacks of them."""
+        """Waits for :meth:`send` and fills a tensor for each owned region, or stacks of them."""
         self._unpack("received", arrival.wait(), targets, stacks)
 
     # ------------------------------------------------------------------ updates back
@@ -234,11 +237,11 @@ class Exchange:
     def give(
         self, outputs: Sequence[Tensor], scales: Sequence[float] | None = None, stacks: Stacks | None = None
     ) -> Arrival:
-        """Starts to return what owners made of their segments: to the shards, or, where all are whole, nowhere yet.
+        """Starts to return what owners made of their owned regions: to the shards, or, where all are whole, nowhere yet.
 
         Args:
-            outputs: one for each segment, or ``stacks`` of them.
-            scales: a factor on each segment.
+            outputs: one for each owned region, or ``stacks`` of them.
+            scales: a factor on each owned region.
         """
         buffer = self._packed("given", outputs, scales, stacks)
         if not self.returns:
@@ -315,48 +318,52 @@ def _as_runs(pieces: Sequence[_Piece], shapes: Sequence[Sequence[int]]) -> Runs 
     return Runs(runs)
 
 
-def _owned_by(segments: Sequence[Segment], position: int) -> list[Segment]:
-    return [s for s in segments if s.owner == position]
+def _owned_by(owned_regions: Sequence[OwnedRegion], position: int) -> list[OwnedRegion]:
+    return [s for s in owned_regions if s.owner == position]
 
 
 def _pieces(
-    segments: Sequence[Segment], storages: Sequence[Storage], shard: int, row: dict[int, int], narrowed: bool = False
+    owned_regions: Sequence[OwnedRegion],
+    storages: Sequence[Storage],
+    shard: int,
+    row: dict[int, int],
+    narrowed: bool = False,
 ) -> list[_Piece]:
-    """What a shard holds of some segments (or of what their owners give), in its own coordinates."""
+    """What a shard holds of some owned regions (or of what their owners give), in its own coordinates."""
     pieces = []
-    for segment in segments:
-        for box, place in storages[segment.parameter].held(shard):
-            for part in _given(segment) if narrowed else (segment.box,):
-                inside = _intersection(box, part)
+    for owned_region in owned_regions:
+        for region, place in storages[owned_region.parameter].held(shard):
+            for part in _given(owned_region) if narrowed else (owned_region.region,):
+                inside = _intersection(region, part)
                 if inside is not None:
-                    pieces.append(_Piece(row[segment.parameter], _relative(inside, box, place), _numel(inside)))
+                    pieces.append(_Piece(row[owned_region.parameter], _relative(inside, region, place), _numel(inside)))
     return pieces
 
 
-def _given(segment: Segment) -> tuple[Box, ...]:
-    return (segment.box,) if segment.gives is None else segment.gives
+def _given(owned_region: OwnedRegion) -> tuple[Region, ...]:
+    return (owned_region.region,) if owned_region.gives is None else owned_region.gives
 
 
-def _intersection(a: Box, b: Box) -> Box | None:
-    box = tuple((max(s, t), min(u, v)) for (s, u), (t, v) in zip(a, b))
-    return box if all(start < stop for start, stop in box) else None
+def _intersection(a: Region, b: Region) -> Region | None:
+    region = tuple((max(s, t), min(u, v)) for (s, u), (t, v) in zip(a, b))
+    return region if all(start < stop for start, stop in region) else None
 
 
-def _relative(inside: Box, whole: Box, place: Box) -> Slices:
-    """A box inside another as an index into a tensor in which that other lies at ``place``."""
+def _relative(inside: Region, whole: Region, place: Region) -> Slices:
+    """A region inside another as an index into a tensor in which that other lies at ``place``."""
     return tuple(
         slice(start - origin + offset, stop - origin + offset)
         for (start, stop), (origin, _), (offset, _) in zip(inside, whole, place)
     )
 
 
-def _zero(box: Box) -> Box:
-    return tuple((0, 0) for _ in box)
+def _zero(region: Region) -> Region:
+    return tuple((0, 0) for _ in region)
 
 
-def _numel(box: Box) -> int:
+def _numel(region: Region) -> int:
     total = 1
-    for start, stop in box:
+    for start, stop in region:
         total *= stop - start
     return total
 

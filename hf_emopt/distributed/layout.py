@@ -1,6 +1,6 @@
 """How a parameter is stored: which ranks hold which part of it, and what an optimizer may assume at ``step()``.
 
-Two values describe it. A :class:`Storage` is what planning needs, the same on every rank: the whole shape and the box
+Two values describe it. A :class:`Storage` is what planning needs, the same on every rank: the whole shape and the region
 that each shard holds. A :class:`Grid` is what moving bytes needs: the process groups, and this rank's place among them.
 """
 
@@ -19,13 +19,13 @@ from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from hf_emopt.routing.unit import Unit
+from hf_emopt.routing.matrix_view import MatrixView
 
 __all__ = [
-    "Box",
     "Grid",
     "Partition",
     "ProcessGroupArgument",
+    "Region",
     "Storage",
     "UnsupportedLayoutError",
     "build_grids",
@@ -45,7 +45,7 @@ __all__ = [
     "whole_shape",
 ]
 
-Box = tuple[tuple[int, int], ...]
+Region = tuple[tuple[int, int], ...]
 """Part of a tensor: ``(start, stop)`` in each dimension."""
 
 LOST = "lost"
@@ -64,35 +64,35 @@ class Storage:
 
     Attributes:
         shape: of the whole parameter.
-        boxes: what each shard holds, as boxes of the whole; one shard with one box that is everything where the parameter is
-            not sharded. More than one box a shard comes of a dimension that is cut twice in the order inner before outer
-            (``_StridedShard``, which tensor parallelism under FSDP2 makes).
+        regions: what each shard holds, as regions of the whole; one shard with one region that is everything where the
+            parameter is not sharded. More than one region a shard comes of a dimension that is cut twice in the order
+            inner before outer (``_StridedShard``, which tensor parallelism under FSDP2 makes).
         ranks: global rank of ``[replica][shard]``.
     """
 
     shape: tuple[int, ...]
-    boxes: tuple[tuple[Box, ...], ...]
+    regions: tuple[tuple[Region, ...], ...]
     ranks: tuple[tuple[int, ...], ...] = ((0,),)
 
     @classmethod
     def whole(cls, shape: Sequence[int], replicas: int = 1) -> Storage:
         """Held whole by each of ``replicas`` ranks, numbered from 0."""
-        return cls(tuple(shape), ((full_box(shape),),), tuple((r,) for r in range(replicas)))
+        return cls(tuple(shape), ((full_region(shape),),), tuple((r,) for r in range(replicas)))
 
     @classmethod
     def sharded(cls, shape: Sequence[int], shards: int, replicas: int = 1, dim: int = 0) -> Storage:
         """Cut along ``dim`` as FSDP2 and DTensor cut it, over ``shards`` ranks, with ``replicas`` copies of each shard."""
         ranks = tuple(tuple(r * shards + s for s in range(shards)) for r in range(replicas))
-        return cls(tuple(shape), tuple((box,) for box in chunk_boxes(shape, dim, shards)), ranks)
+        return cls(tuple(shape), tuple((region,) for region in chunk_regions(shape, dim, shards)), ranks)
 
     @classmethod
     def copies(cls, shape: Sequence[int], grid: Grid) -> Storage:
         """Held whole by every rank of a grid."""
-        return cls(tuple(shape), ((full_box(shape),),), tuple((rank,) for row in grid.ranks for rank in row))
+        return cls(tuple(shape), ((full_region(shape),),), tuple((rank,) for row in grid.ranks for rank in row))
 
     @property
     def shards(self) -> int:
-        return len(self.boxes)
+        return len(self.regions)
 
     @property
     def replicas(self) -> int:
@@ -102,17 +102,17 @@ class Storage:
     def world_size(self) -> int:
         return self.shards * self.replicas
 
-    def held(self, shard: int) -> tuple[tuple[Box, Box], ...]:
-        """The boxes of a shard, each in the whole's coordinates and in those of the shard's local tensor."""
-        return _placed(self.boxes[shard])
+    def held(self, shard: int) -> tuple[tuple[Region, Region], ...]:
+        """The regions of a shard, each in the whole's coordinates and in those of the shard's local tensor."""
+        return _placed(self.regions[shard])
 
     def local_part(self, whole: Tensor, shard: int) -> Tensor:
         """What a shard holds of a whole tensor, as its local tensor."""
         held = self.held(shard)
-        size = [max((box[d][1] for _, box in held), default=0) for d in range(len(self.shape))]
+        size = [max((region[d][1] for _, region in held), default=0) for d in range(len(self.shape))]
         local = whole.new_empty(size)
-        for box, place in held:
-            local[slices(place)] = whole[slices(box)]
+        for region, place in held:
+            local[slices(place)] = whole[slices(region)]
         return local
 
     def rank(self, position: int) -> int:
@@ -198,43 +198,44 @@ class Partition(torch.Tensor):
     @property
     def span(self) -> tuple[int, int]:
         """``(start, stop)`` of the run in the flat parameter."""
-        return self.storage_map.boxes[self.grid.shard][0][0]
+        return self.storage_map.regions[self.grid.shard][0][0]
 
 
-def full_box(shape: Sequence[int]) -> Box:
-    """The box that is everything."""
+def full_region(shape: Sequence[int]) -> Region:
+    """The region that is everything."""
     return tuple((0, size) for size in shape)
 
 
-def chunk_boxes(shape: Sequence[int], dim: int, count: int) -> tuple[Box, ...]:
-    """Boxes of ``torch.chunk`` along ``dim``, which is how DTensor cuts: all but the last few of equal length."""
+def chunk_regions(shape: Sequence[int], dim: int, count: int) -> tuple[Region, ...]:
+    """Regions of ``torch.chunk`` along ``dim``, which is how DTensor cuts: all but the last few of equal length."""
     size = shape[dim]
     length = -(-size // count) if size else 0
-    boxes = []
+    regions = []
     for i in range(count):
-        box = list(full_box(shape))
-        box[dim] = (min(i * length, size), min((i + 1) * length, size))
-        boxes.append(tuple(box))
-    return tuple(boxes)
+        region = list(full_region(shape))
+        region[dim] = (min(i * length, size), min((i + 1) * length, size))
+        regions.append(tuple(region))
+    return tuple(regions)
 
 
-def slices(box: Box) -> tuple[slice, ...]:
-    """A box as an index."""
-    return tuple(slice(start, stop) for start, stop in box)
+def slices(region: Region) -> tuple[slice, ...]:
+    """A region as an index."""
+    return tuple(slice(start, stop) for start, stop in region)
 
 
 @lru_cache(maxsize=65536)
-def _placed(boxes: tuple[Box, ...]) -> tuple[tuple[Box, Box], ...]:
-    """Boxes with their places in the tensor that is made of them by leaving out what lies between."""
+def _placed(regions: tuple[Region, ...]) -> tuple[tuple[Region, Region], ...]:
+    """Regions with their places in the tensor that is made of them by leaving out what lies between."""
     starts: list[dict[tuple[int, int], int]] = []
-    for runs in zip(*boxes):
+    for runs in zip(*regions):
         offset, known = 0, {}
         for start, stop in sorted(set(runs)):
             known[start, stop] = offset
             offset += stop - start
         starts.append(known)
     return tuple(
-        (box, tuple((starts[d][run], starts[d][run] + run[1] - run[0]) for d, run in enumerate(box))) for box in boxes
+        (region, tuple((starts[d][run], starts[d][run] + run[1] - run[0]) for d, run in enumerate(region)))
+        for region in regions
     )
 
 
@@ -323,17 +324,17 @@ def storage_of(param: Tensor, grid: Grid) -> Storage:
     if isinstance(param, Partition):
         return param.storage_map
     if not isinstance(param, DTensor) or grid.shards == 1:
-        return Storage(shape, ((full_box(shape),),), grid.ranks)
+        return Storage(shape, ((full_region(shape),),), grid.ranks)
     mesh, placements = param.device_mesh, tuple(param.placements)
     places, sizes = coordinates(mesh), tuple(mesh.mesh.shape)
-    boxes, *others = (tuple(_boxes(shape, placements, sizes, places[rank]) for rank in row) for row in grid.ranks)
-    if any(other != boxes for other in others):
+    regions, *others = (tuple(_regions(shape, placements, sizes, places[rank]) for rank in row) for row in grid.ranks)
+    if any(other != regions for other in others):
         raise UnsupportedLayoutError(
             f"the copies of a parameter of {shape} are cut over ranks {grid.ranks} in other orders"
         )
-    storage = Storage(shape, boxes, grid.ranks)
+    storage = Storage(shape, regions, grid.ranks)
     held = tuple(local_tensor(param).shape)
-    planned = sum(math.prod(b - a for a, b in box) for box in boxes[grid.shard])
+    planned = sum(math.prod(b - a for a, b in region) for region in regions[grid.shard])
     if math.prod(held) != planned:
         raise UnsupportedLayoutError(
             f"this rank holds {held} of a parameter of {shape} with placements {placements} on a mesh {sizes}, where "
@@ -349,9 +350,9 @@ def coordinates(mesh: Any) -> dict[int, tuple[int, ...]]:
 
 
 @lru_cache(maxsize=65536)
-def _boxes(
+def _regions(
     shape: tuple[int, ...], placements: tuple[Any, ...], sizes: tuple[int, ...], where: tuple[int, ...]
-) -> tuple[Box, ...]:
+) -> tuple[Region, ...]:
     """What the rank at a mesh coordinate holds: DTensor's own cutting, done to the indices of each dimension."""
     indices = [torch.arange(size) for size in shape]
     for mesh_dim, placement in enumerate(placements):
@@ -359,7 +360,7 @@ def _boxes(
             continue
         dim = placement.dim % len(shape)
         if type(placement) is Shard:
-            start, stop = chunk_boxes((len(indices[dim]),), 0, sizes[mesh_dim])[where[mesh_dim]][0]
+            start, stop = chunk_regions((len(indices[dim]),), 0, sizes[mesh_dim])[where[mesh_dim]][0]
             indices[dim] = indices[dim][start:stop]
         else:
             shaped = indices[dim].view([-1 if d == dim else 1 for d in range(len(shape))])
@@ -448,13 +449,13 @@ def local_gradients(params: Sequence[Tensor]) -> list[Tensor | None]:
     ]
 
 
-def check_layout(name: str, param: Tensor, units: Sequence[Unit]) -> None:
+def check_layout(name: str, param: Tensor, matrix_views: Sequence[MatrixView]) -> None:
     """Refuses a parameter whose whole shape is no longer the one it was routed with.
 
     Raises:
         UnsupportedLayoutError: for a flattened or emptied parameter (FSDP1, ZeRO) and for sparse or quantized storage.
     """
-    expected = math.prod(units[0].view) if units else None
+    expected = math.prod(matrix_views[0].view) if matrix_views else None
     if expected is not None and whole_numel(param) != expected:
         raise UnsupportedLayoutError(
             f"{name} was a parameter of {expected:,} elements when it was routed and now has shape {tuple(param.shape)}: a "

@@ -1,9 +1,10 @@
 """Who transforms which matrix, and together with which others.
 
 A plan is a value made from names, shapes, costs and storage alone: every rank computes the same one, it can be printed,
-hashed and compared. It is made of *segments*: a segment is the part of a parameter that one rank transforms. Most are a
-whole parameter. A stack of matrices (experts) is cut between matrices, so that its work is shared; and a matrix whose
-transform alone would exceed a rank's fair share is cut across a *team* of ranks that transform it together.
+hashed and compared. It is made of *owned regions*: an owned region is the part of a parameter that one rank transforms.
+Most are a whole parameter. A stack of matrices (experts) is cut between matrices, so that its work is shared; and a
+matrix whose transform alone would exceed a rank's fair share is cut across a *compute group* of ranks that transform it
+together.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from hf_emopt.distributed.layout import Box, Storage, full_box
-from hf_emopt.distributed.segments import Batch, Cut, Segment
-from hf_emopt.routing.unit import Unit
+from hf_emopt.distributed.layout import Region, Storage, full_region
+from hf_emopt.distributed.owned_regions import Batch, Cut, OwnedRegion
+from hf_emopt.routing.matrix_view import MatrixView
 
 if TYPE_CHECKING:
     from hf_emopt.distributed.arrangement import Arrangement
@@ -26,9 +27,9 @@ __all__ = [
     "Batch",
     "Bucket",
     "Cut",
+    "OwnedRegion",
     "Plan",
     "PlannedParameter",
-    "Segment",
     "overlap",
 ]
 
@@ -44,15 +45,15 @@ class PlannedParameter:
         name: unique name, the key of every decision.
         group: index of its parameter group.
         position: index inside the group.
-        units: its matrices.
-        costs: floating-point operations of transforming each unit, by the rule.
+        matrix_views: its matrices.
+        costs: floating-point operations of transforming each matrix view, by the rule.
         tag: dtype and device; parameters of one bucket share it.
         storage: where its elements lie.
         shard_cost: operations of one of ``k`` ranks that transform the parameter's only matrix together, or ``None``
             where the rule or the parameter does not allow it.
         arrangement: how slices of tensor parallelism are transformed, or ``None`` where that cuts nothing or whole matrices
             are brought to their owners.
-        whole_shapes: ``(m, n)`` of the matrix that each unit is part of, where units are parts.
+        whole_shapes: ``(m, n)`` of the matrix that each matrix view is part of, where matrix views are parts.
         pair: name that the two factors of one matrix have in common: they go to one owner, in one bucket. Empty for others.
         scale: factor on the update, beside what the rule makes of it.
     """
@@ -60,7 +61,7 @@ class PlannedParameter:
     name: str
     group: int
     position: int
-    units: tuple[Unit, ...]
+    matrix_views: tuple[MatrixView, ...]
     costs: tuple[int, ...]
     tag: str
     storage: Storage
@@ -82,16 +83,18 @@ class PlannedParameter:
     def is_stack(self) -> bool:
         """Whether every row of dimension 0 holds whole matrices, independent of the other rows."""
         shape = self.storage.shape
-        if not self.units:  # stepped element by element
+        if not self.matrix_views:  # stepped element by element
             return len(shape) > 0 and self.numel >= MIN_CUT_NUMEL
-        rows = self.units[0].view[0] if len(shape) == 1 else shape[0]  # one dimension: flattened before it was cut
-        return all(0 in u.batch and u.dim != 0 and u.view[0] == rows for u in self.units)
+        rows = (
+            self.matrix_views[0].view[0] if len(shape) == 1 else shape[0]
+        )  # one dimension: flattened before it was cut
+        return all(0 in u.batch and u.dim != 0 and u.view[0] == rows for u in self.matrix_views)
 
     @property
     def row_numel(self) -> int:
         """Elements of dimension 0, as it is stored, for each row: more than 1 where a stack was flattened."""
-        flat_stack = self.units and len(self.storage.shape) == 1 and self.is_stack
-        return self.storage.shape[0] // self.units[0].view[0] if flat_stack else 1
+        flat_stack = self.matrix_views and len(self.storage.shape) == 1 and self.is_stack
+        return self.storage.shape[0] // self.matrix_views[0].view[0] if flat_stack else 1
 
     @property
     def rows(self) -> int:
@@ -105,9 +108,11 @@ class PlannedParameter:
             return False
         if self.arrangement is not None:
             return self.arrangement.is_local(self.storage)
-        rest, row = full_box(self.storage.shape)[1:], self.row_numel
-        boxes = [box for boxes in self.storage.boxes for box in boxes]
-        return self.is_stack and all(box[1:] == rest and not (box[0][0] % row or box[0][1] % row) for box in boxes)
+        rest, row = full_region(self.storage.shape)[1:], self.row_numel
+        regions = [region for regions in self.storage.regions for region in regions]
+        return self.is_stack and all(
+            region[1:] == rest and not (region[0][0] % row or region[0][1] % row) for region in regions
+        )
 
 
 @dataclass(frozen=True)
@@ -117,14 +122,14 @@ class Bucket:
     Attributes:
         group: index of their parameter group.
         parameters: costliest first.
-        segments: by parameter, then by place.
+        owned_regions: by parameter, then by place.
         local: every shard holds what its rank transforms, so nothing has to travel between shards before.
         keeps: what a rank computes is for itself, so nothing has to travel after.
     """
 
     group: int
     parameters: tuple[PlannedParameter, ...]
-    segments: tuple[Segment, ...]
+    owned_regions: tuple[OwnedRegion, ...]
     local: bool = False
     keeps: bool = False
 
@@ -158,30 +163,30 @@ class Bucket:
     @cached_property
     def communication_free(self) -> bool:
         """Whether nothing of its step travels at all, so that ranks need not agree on who takes part."""
-        return self.local and self.storage.replicas == 1 and not self.teams
+        return self.local and self.storage.replicas == 1 and not self.compute_groups
 
     @property
-    def teams(self) -> list[tuple[int, ...]]:
+    def compute_groups(self) -> list[tuple[int, ...]]:
         """Positions of ranks that share matrices, each set once."""
-        cuts = (cut for s in self.segments for cut in s.cuts if cut is not None and cut.team)
-        return sorted({cut.team for cut in cuts})
+        cuts = (cut for s in self.owned_regions for cut in s.cuts if cut is not None and cut.compute_group)
+        return sorted({cut.compute_group for cut in cuts})
 
-    def owned(self, position: int) -> tuple[Segment, ...]:
-        """Segments that the rank at a position transforms."""
-        return tuple(s for s in self.segments if s.owner == position)
+    def owned(self, position: int) -> tuple[OwnedRegion, ...]:
+        """Owned regions that the rank at a position transforms."""
+        return tuple(s for s in self.owned_regions if s.owner == position)
 
     def batches(self, position: int) -> tuple[Batch, ...]:
-        """How that rank batches them: matrices of one shape and one team are one call."""
+        """How that rank batches them: matrices of one shape and one compute group are one call."""
         alike: dict[Batch, list[tuple[int, int]]] = {}
         owned = self.owned(position)
-        for index, segment in enumerate(owned):
-            for unit_index, unit in enumerate(segment.units):
-                kind = Batch(unit.shape[1:], (), (), segment.cut(unit_index), segment.copy)
-                alike.setdefault(kind, []).append((index, unit_index))
-        for jobs in alike.values():  # the matrices of one unit side by side, so that its state is one run
+        for index, owned_region in enumerate(owned):
+            for matrix_view_index, matrix_view in enumerate(owned_region.matrix_views):
+                kind = Batch(matrix_view.shape[1:], (), (), owned_region.cut(matrix_view_index), owned_region.copy)
+                alike.setdefault(kind, []).append((index, matrix_view_index))
+        for jobs in alike.values():  # the matrices of one matrix view side by side, so that its state is one run
             jobs.sort(key=lambda job: (owned[job[0]].parameter, owned[job[0]].index(job[1]), job[0]))
         return tuple(
-            replace(kind, jobs=tuple(jobs), sizes=tuple(owned[i].units[u].shape[0] for i, u in jobs))
+            replace(kind, jobs=tuple(jobs), sizes=tuple(owned[i].matrix_views[u].shape[0] for i, u in jobs))
             for kind, jobs in alike.items()
         )
 
@@ -199,7 +204,7 @@ class Plan:
 
     @property
     def cost(self) -> int:
-        """Operations of all whole transforms; a matrix that is cut may cost its team a little more."""
+        """Operations of all whole transforms; a matrix that is cut may cost its compute group a little more."""
         return sum(bucket.cost for bucket in self.buckets)
 
     @cached_property
@@ -207,18 +212,18 @@ class Plan:
         """Global ranks of the owners of each parameter."""
         owners: dict[str, set[int]] = {}
         for bucket in self.buckets:
-            for s in bucket.segments:
+            for s in bucket.owned_regions:
                 parameter = bucket.parameters[s.parameter]
                 owners.setdefault(parameter.name, set()).add(parameter.storage.rank(s.owner))
         return {name: tuple(sorted(ranks)) for name, ranks in owners.items()}
 
     def loads(self) -> list[int]:
         """Floating-point operations of each rank."""
-        return self._by_rank(lambda segment: segment.cost)
+        return self._by_rank(lambda owned_region: owned_region.cost)
 
     def numels(self) -> list[int]:
         """Elements of the matrices of each rank."""
-        return self._by_rank(lambda segment: segment.numel)
+        return self._by_rank(lambda owned_region: owned_region.numel)
 
     def received(self) -> list[int]:
         """Elements that each rank receives in a step: shards of what it owns, its shards of updates, other replicas' updates.
@@ -227,22 +232,22 @@ class Plan:
         """
         totals = dict.fromkeys(self.ranks, 0)
         for bucket in self.buckets:
-            for s in bucket.segments:
+            for s in bucket.owned_regions:
                 storage = bucket.parameters[s.parameter].storage
                 if bucket.sends:
                     totals[storage.rank(s.owner)] += s.numel
-                given = (s.box,) if s.gives is None else s.gives
-                for shard, boxes in enumerate(storage.boxes):
-                    numel = sum(overlap(box, part) for box in boxes for part in given)
+                given = (s.region,) if s.gives is None else s.gives
+                for shard, regions in enumerate(storage.regions):
+                    numel = sum(overlap(region, part) for region in regions for part in given)
                     for replica, row in enumerate(storage.ranks):
                         if bucket.returns or replica != s.owner // storage.shards:
                             totals[row[shard]] += numel
         return list(totals.values())
 
-    def _by_rank(self, amount: Callable[[Segment], int]) -> list[int]:
+    def _by_rank(self, amount: Callable[[OwnedRegion], int]) -> list[int]:
         totals = dict.fromkeys(self.ranks, 0)
         for bucket in self.buckets:
-            for s in bucket.segments:
+            for s in bucket.owned_regions:
                 rank = bucket.parameters[s.parameter].storage.rank(s.owner)
                 totals[rank] += amount(s)
         return list(totals.values())
@@ -258,7 +263,7 @@ class Plan:
             (
                 self.world_size,
                 [
-                    (b.group, b.local, b.keeps, b.segments, [(p.name, p.storage.boxes) for p in b.parameters])
+                    (b.group, b.local, b.keeps, b.owned_regions, [(p.name, p.storage.regions) for p in b.parameters])
                     for b in self.buckets
                 ],
             )
@@ -270,8 +275,8 @@ class Plan:
         for bucket in self.buckets:
             counts: dict[tuple[int, int], int] = {}
             for parameter in bucket.parameters:
-                for unit in parameter.units:
-                    counts[unit.shape[1:]] = counts.get(unit.shape[1:], 0) + unit.shape[0]
+                for matrix_view in parameter.matrix_views:
+                    counts[matrix_view.shape[1:]] = counts.get(matrix_view.shape[1:], 0) + matrix_view.shape[0]
             shapes = ", ".join(f"{count}x{m}x{n}" for (m, n), count in counts.items())
             place = " local" if bucket.local else ""
             lines.append(f"  group {bucket.group}{place}: {shapes}  {bucket.cost / 1e9:.4g} GFLOP")
@@ -284,13 +289,17 @@ class Plan:
                     f"  rank {rank}: {load / 1e9:.4g} GFLOP, owns {numel:,} elements, receives {received:,} a step"
                 )
             firsts = [
-                cut for b in self.buckets for s in b.segments for cut in s.cuts if cut and cut.team[:1] == (s.owner,)
+                cut
+                for b in self.buckets
+                for s in b.owned_regions
+                for cut in s.cuts
+                if cut and cut.compute_group[:1] == (s.owner,)
             ]
             if firsts:
                 lines.append(f"  {len(firsts)} matrices are each transformed by several ranks together")
         return "\n".join(lines)
 
 
-def overlap(a: Box, b: Box) -> int:
-    """Elements that two boxes of one tensor share."""
+def overlap(a: Region, b: Region) -> int:
+    """Elements that two regions of one tensor share."""
     return math.prod(max(0, min(u, v) - max(s, t)) for (s, u), (t, v) in zip(a, b))

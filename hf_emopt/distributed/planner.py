@@ -21,8 +21,8 @@ from hf_emopt.distributed.layout import (
 )
 from hf_emopt.distributed.plan import Plan, PlannedParameter
 from hf_emopt.distributed.tensor_parallel_choice import Choice, ModeOverrides, arrange
-from hf_emopt.routing.packing import adapter_at, unpack_units
-from hf_emopt.routing.unit import Unit
+from hf_emopt.routing.matrix_view import MatrixView
+from hf_emopt.routing.packing import adapter_at, unpack_matrix_views
 from hf_emopt.rules.base import Group, MatrixRule
 
 __all__ = [
@@ -78,28 +78,28 @@ def planned_matrices(
         if group["kind"] != "matrix":
             continue
         for position, (name, param) in enumerate(zip(group["param_names"], group["params"])):
-            units = unpack_units(group["units"][position])
-            check_layout(name, param, units)
+            matrix_views = unpack_matrix_views(group["units"][position])
+            check_layout(name, param, matrix_views)
             if whole_numel(param) == 0:
                 continue
-            costs = tuple(u.shape[0] * rule.cost(*u.shape[1:], group) for u in units)
+            costs = tuple(u.shape[0] * rule.cost(*u.shape[1:], group) for u in matrix_views)
             storage = storage_of(param, grids[name]) if grids else Storage.whole(param.shape)
             shard_cost = None
-            together = grids is None or takes_all_ranks(grids[name])  # a team's group is made by all ranks
+            together = grids is None or takes_all_ranks(grids[name])  # a compute group's group is made by all ranks
             # A slice by columns has no whole rows, for which 8-bit state has scales.
             sliceable = group["state_dtype"] != "int8" or is_sharded(param) or param.shape[0] >= param.shape[-1]
-            if together and sliceable and rule.can_shard(group) and _is_one_matrix(units, storage.shape):
-                shard_cost = partial(_shard_cost, rule, units[0].shape[1:], group)
+            if together and sliceable and rule.can_shard(group) and _is_one_matrix(matrix_views, storage.shape):
+                shard_cost = partial(_shard_cost, rule, matrix_views[0].shape[1:], group)
             tag = f"{param.dtype} {param.device}"
             pair, scale = "", 1.0
             adapter = adapter_at(group, position)
             if adapter is not None and adapter.joint:
                 pair, shard_cost = (name if adapter.side == "A" else adapter.partner), None
             elif adapter is not None:
-                scale = rule.adapter_scale(*units[0].shape[1:], adapter, live[group_index])
+                scale = rule.adapter_scale(*matrix_views[0].shape[1:], adapter, live[group_index])
             planned.append(
                 PlannedParameter(
-                    name, group_index, position, units, costs, tag, storage, shard_cost, pair=pair, scale=scale
+                    name, group_index, position, matrix_views, costs, tag, storage, shard_cost, pair=pair, scale=scale
                 )
             )
             params.append(param)
@@ -197,8 +197,12 @@ def _wire_bytes(transport_dtype: str | None, params: Sequence[Tensor]) -> int:
     return 4 if params[0].device.type == "cpu" else 2
 
 
-def _is_one_matrix(units: Sequence[Unit], shape: tuple[int, ...]) -> bool:
+def _is_one_matrix(matrix_views: Sequence[MatrixView], shape: tuple[int, ...]) -> bool:
     """Whether a parameter is one matrix as it is stored (or its transpose), so that it can be cut along a side."""
     return (
-        len(units) == 1 and len(shape) == 2 and units[0].view == shape and units[0].dim is None and not units[0].batch
+        len(matrix_views) == 1
+        and len(shape) == 2
+        and matrix_views[0].view == shape
+        and matrix_views[0].dim is None
+        and not matrix_views[0].batch
     )

@@ -1,4 +1,4 @@
-"""Process groups that an optimizer makes: of several mesh dimensions, of teams, or of its own."""
+"""Process groups that an optimizer makes: of several mesh dimensions, of compute groups, or of its own."""
 
 from __future__ import annotations
 

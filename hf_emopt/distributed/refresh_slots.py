@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hf_emopt.distributed.load_balance import assign_owners
+from hf_emopt.distributed.owned_regions import OwnedRegion
 from hf_emopt.distributed.plan import Bucket, Plan
-from hf_emopt.distributed.segments import Segment
 from hf_emopt.rules.refresh_schedule import CALL_COST
 
 __all__ = ["Matrix", "assign_slots", "matrix_of", "plan_slots"]
 
 Matrix = tuple[str, int, int]
-"""A parameter's name, the number of a unit in it, and of a matrix in the unit."""
+"""A parameter's name, the number of a matrix view in it, and of a matrix in the matrix view."""
 
 Piece = tuple[Matrix, int]
 
@@ -26,13 +26,17 @@ Batches = Sequence[tuple[Sequence[Matrix], Sequence[int]]]
 _MOST_LIMITS = 64
 
 
-def matrix_of(bucket: Bucket, segment: Segment, unit: int, b: int) -> Matrix:
-    """The ``b``-th matrix of a unit of a segment, as the schedule names it."""
-    parameter = bucket.parameters[segment.parameter]
+def matrix_of(bucket: Bucket, owned_region: OwnedRegion, matrix_view: int, b: int) -> Matrix:
+    """The ``b``-th matrix of a matrix view of an owned region, as the schedule names it."""
+    parameter = bucket.parameters[owned_region.parameter]
     row = parameter.row_numel
-    rows = max(1, segment.shape[0] // row)
-    per_row = segment.units[unit].shape[0] // rows if 0 in segment.units[unit].batch else 0
-    return (parameter.name, segment.index(unit), segment.box[0][0] // row * per_row + b)
+    rows = max(1, owned_region.shape[0] // row)
+    per_row = (
+        owned_region.matrix_views[matrix_view].shape[0] // rows
+        if 0 in owned_region.matrix_views[matrix_view].batch
+        else 0
+    )
+    return (parameter.name, owned_region.index(matrix_view), owned_region.region[0][0] // row * per_row + b)
 
 
 def plan_slots(
@@ -54,8 +58,8 @@ def plan_slots(
         alike: dict[tuple[int, int], list[Matrix]] = defaultdict(list)
         planned = [p for bucket in plan.buckets if bucket.group == index for p in bucket.parameters]
         for p in sorted(planned, key=lambda p: (-p.cost, p.name)):  # as buckets are filled in one process
-            for u, unit in enumerate(p.units):
-                alike[unit.shape[1:]].extend((p.name, u, b) for b in range(unit.shape[0]))
+            for u, matrix_view in enumerate(p.matrix_views):
+                alike[matrix_view.shape[1:]].extend((p.name, u, b) for b in range(matrix_view.shape[0]))
         work = [(matrices, rule.periodic_costs(*shape, group)) for shape, matrices in alike.items()]
         slots |= (assign or assign_slots)(work, rule.period(group)) if work else {}
     return slots

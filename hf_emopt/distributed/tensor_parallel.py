@@ -25,11 +25,18 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from hf_emopt.distributed.arrangement import Arrangement, TensorCut
 from hf_emopt.distributed.cutting import recut
-from hf_emopt.distributed.layout import Box, Grid, Storage, _boxes, _is_strided, coordinates, full_box
-from hf_emopt.distributed.plan import Cut, PlannedParameter, Segment, overlap
-from hf_emopt.routing.unit import Unit
+from hf_emopt.distributed.layout import Grid, Region, Storage, _is_strided, _regions, coordinates, full_region
+from hf_emopt.distributed.plan import Cut, OwnedRegion, PlannedParameter, overlap
+from hf_emopt.routing.matrix_view import MatrixView
 
-__all__ = ["UnavailableModeError", "blockwise_units", "distributed_cuts", "segments_of", "tensor_cut", "tensor_dims"]
+__all__ = [
+    "UnavailableModeError",
+    "blockwise_matrix_views",
+    "distributed_cuts",
+    "owned_regions_of",
+    "tensor_cut",
+    "tensor_dims",
+]
 
 
 NAMES = frozenset({"tp", "tensor", "tensor_parallel", "model", "mp"})
@@ -72,75 +79,80 @@ def tensor_cut(param: Tensor, grid: Grid, storage: Storage, dims: dict[Any, tupl
     alone = tuple(p if d in wanted else Replicate() for d, p in enumerate(placements))
     sizes, where = tuple(mesh.mesh.shape), coordinates(mesh)
     slices: dict[tuple[int, ...], int] = {}
-    boxes: list[tuple[Box, ...]] = []
+    regions: list[tuple[Region, ...]] = []
     of_shard = []
     for rank in grid.ranks[0]:
         key = tuple(where[rank][d] for d in wanted)
         if key not in slices:
-            slices[key] = len(boxes)
-            boxes.append(_boxes(storage.shape, alone, sizes, where[rank]))
+            slices[key] = len(regions)
+            regions.append(_regions(storage.shape, alone, sizes, where[rank]))
         of_shard.append(slices[key])
-    cut = TensorCut(tuple(of_shard), tuple(boxes))
-    for t, own in enumerate(boxes):
-        held = [box for s, own_shard in enumerate(storage.boxes) if of_shard[s] == t for box in own_shard]
+    cut = TensorCut(tuple(of_shard), tuple(regions))
+    for t, own in enumerate(regions):
+        held = [region for s, own_shard in enumerate(storage.regions) if of_shard[s] == t for region in own_shard]
         inside = sum(overlap(x, y) for x in held for y in own)
         if inside != _numel(own) or inside != _numel(held):
             raise UnavailableModeError(f"placements {placements} interleave slices of tensor parallelism")
     return cut
 
 
-def _numel(boxes: Iterable[Box]) -> int:
-    return sum(math.prod(b - a for a, b in box) for box in boxes)
+def _numel(regions: Iterable[Region]) -> int:
+    return sum(math.prod(b - a for a, b in region) for region in regions)
 
 
-# ---------------------------------------------------------------------- units inside boxes
+# ---------------------------------------------------------------------- matrix views inside regions
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """What a box has of a unit: the matrices there, and the part of which side they are, or ``None`` for all of both."""
+    """What a region has of a matrix view: the matrices there, and the part of which side they are, or ``None`` for all
+    of both."""
 
-    unit: Unit
+    matrix_view: MatrixView
     dim: int | None
     span: tuple[int, int]
 
 
-def _restricted(unit: Unit, shape: tuple[int, ...], box: Box) -> _Piece | None:
-    """A unit inside a box, in the box's own coordinates; ``None`` where the box has none of it.
+def _restricted(matrix_view: MatrixView, shape: tuple[int, ...], region: Region) -> _Piece | None:
+    """A matrix view inside a region, in the region's own coordinates; ``None`` where the region has none of it.
 
     Raises:
         UnavailableModeError: what is there is no part of rows or of columns.
     """
-    if unit.view != shape:
-        raise UnavailableModeError(f"its matrices are seen through the view {unit.view} of {shape}")
+    if matrix_view.view != shape:
+        raise UnavailableModeError(f"its matrices are seen through the view {matrix_view.view} of {shape}")
     counts, before, first, last = [], [], 0, 0
-    for d, (a, b) in enumerate(box):
-        chosen = range(unit.start, unit.stop, unit.step) if d == unit.dim else range(shape[d])
+    for d, (a, b) in enumerate(region):
+        chosen = (
+            range(matrix_view.start, matrix_view.stop, matrix_view.step) if d == matrix_view.dim else range(shape[d])
+        )
         skipped, upto = _below(chosen, a), _below(chosen, b)
         before.append(skipped)
         counts.append(upto - skipped)
-        if d == unit.dim and upto > skipped:
+        if d == matrix_view.dim and upto > skipped:
             first, last = chosen[skipped] - a, chosen[upto - 1] + 1 - a
     if 0 in counts:
         return None
-    view = tuple(b - a for a, b in box)
-    dim: int | None = unit.dim
-    step = unit.step
+    view = tuple(b - a for a, b in region)
+    dim: int | None = matrix_view.dim
+    step = matrix_view.step
     if dim is not None and (first, last, step) == (0, view[dim], 1):
         dim, first, last = None, 0, 0
     if dim is None:
         first, last, step = 0, 0, 1
-    inner = Unit(unit.name, view, unit.rows, unit.cols, unit.batch, dim, first, last, step)
-    full = unit.cut_view
+    inner = MatrixView(
+        matrix_view.name, view, matrix_view.rows, matrix_view.cols, matrix_view.batch, dim, first, last, step
+    )
+    full = matrix_view.cut_view
     changed = [d for d in range(len(shape)) if counts[d] != full[d]]
     if not changed:
         return _Piece(inner, None, (0, 0))
-    side = unit.rows if changed[0] in unit.rows else unit.cols
+    side = matrix_view.rows if changed[0] in matrix_view.rows else matrix_view.cols
     if len(changed) > 1 or changed[0] != side[0]:
         raise UnavailableModeError("it is cut along both sides, or between its matrices as well")
     rest = math.prod(full[d] for d in side[1:])
     start = before[changed[0]]
-    return _Piece(inner, -2 if side == unit.rows else -1, (start * rest, (start + counts[changed[0]]) * rest))
+    return _Piece(inner, -2 if side == matrix_view.rows else -1, (start * rest, (start + counts[changed[0]]) * rest))
 
 
 def _below(chosen: range, bound: int) -> int:
@@ -148,72 +160,83 @@ def _below(chosen: range, bound: int) -> int:
     return max(0, min(len(chosen), -(-(bound - chosen.start) // chosen.step)))
 
 
-def blockwise_units(units: Sequence[Unit], shape: tuple[int, ...], cut: TensorCut) -> list[tuple[Unit, Unit]]:
-    """Each unit's part of each slice, as a unit of the whole parameter and beside the unit it is part of; slice by slice.
+def blockwise_matrix_views(
+    matrix_views: Sequence[MatrixView], shape: tuple[int, ...], cut: TensorCut
+) -> list[tuple[MatrixView, MatrixView]]:
+    """Each matrix view's part of each slice, as a matrix view of the whole parameter and beside the matrix view it is
+    part of; slice by slice.
 
     Raises:
         UnavailableModeError: a part is not a run of one dimension.
     """
     return [
-        (_block(unit, shape, box, t), unit)
-        for t, boxes in enumerate(cut.boxes)
-        for box in boxes
-        for unit in units
-        if _restricted(unit, shape, box) is not None
+        (_block(matrix_view, shape, region, t), matrix_view)
+        for t, regions in enumerate(cut.regions)
+        for region in regions
+        for matrix_view in matrix_views
+        if _restricted(matrix_view, shape, region) is not None
     ]
 
 
-def _block(unit: Unit, shape: tuple[int, ...], box: Box, t: int) -> Unit:
-    """A unit's part of a box of slice ``t``."""
-    part = replace(unit, name=f"{unit.name}[{t}]")
-    cuts = [d for d, (a, b) in enumerate(box) if (a, b) != (0, shape[d])]
-    dim = unit.dim if unit.dim is not None else cuts[0] if cuts else None
+def _block(matrix_view: MatrixView, shape: tuple[int, ...], region: Region, t: int) -> MatrixView:
+    """A matrix view's part of a region of slice ``t``."""
+    part = replace(matrix_view, name=f"{matrix_view.name}[{t}]")
+    cuts = [d for d, (a, b) in enumerate(region) if (a, b) != (0, shape[d])]
+    dim = matrix_view.dim if matrix_view.dim is not None else cuts[0] if cuts else None
     if any(d != dim for d in cuts):
         raise UnavailableModeError("it is cut along another dimension than the one its matrices share")
     if dim is None:
         return part
-    a, b = box[dim]
-    start, stop, step = (unit.start, unit.stop, unit.step) if unit.dim is not None else (0, shape[dim], 1)
+    a, b = region[dim]
+    start, stop, step = (
+        (matrix_view.start, matrix_view.stop, matrix_view.step) if matrix_view.dim is not None else (0, shape[dim], 1)
+    )
     start += max(0, -(-(a - start) // step)) * step
     return replace(part, dim=dim, start=start, stop=min(stop, b), step=step)
 
 
-def distributed_cuts(units: Sequence[Unit], shape: tuple[int, ...], cut: TensorCut) -> tuple[bool, list[int | None]]:
-    """``(recut, dims)``: whether slices have to be exchanged first, and which side of each unit is then cut.
+def distributed_cuts(
+    matrix_views: Sequence[MatrixView], shape: tuple[int, ...], cut: TensorCut
+) -> tuple[bool, list[int | None]]:
+    """``(recut, dims)``: whether slices have to be exchanged first, and which side of each matrix view is then cut.
 
     Raises:
-        UnavailableModeError: the units cannot be transformed in slices; the message says why.
+        UnavailableModeError: the matrix views cannot be transformed in slices; the message says why.
     """
-    dims: list[int | None] = [None] * len(units)
-    for boxes in cut.boxes:
-        for u, unit in enumerate(units):
-            pieces = [piece for box in boxes if (piece := _restricted(unit, shape, box)) is not None]
+    dims: list[int | None] = [None] * len(matrix_views)
+    for regions in cut.regions:
+        for u, matrix_view in enumerate(matrix_views):
+            pieces = [piece for region in regions if (piece := _restricted(matrix_view, shape, region)) is not None]
             if len(pieces) > 1:
                 raise UnavailableModeError("a slice has several runs of one matrix")
             for piece in pieces:
                 dims[u] = piece.dim if piece.dim is not None else dims[u]
-    wrong = [u for u, dim in enumerate(dims) if dim is not None and units[u].shape[dim] < max(units[u].shape[1:])]
+    wrong = [
+        u
+        for u, dim in enumerate(dims)
+        if dim is not None and matrix_views[u].shape[dim] < max(matrix_views[u].shape[1:])
+    ]
     if not wrong:
         return False, dims
-    if len(units) > 1 or units[0].batch or len(shape) != 2:
+    if len(matrix_views) > 1 or matrix_views[0].batch or len(shape) != 2:
         raise UnavailableModeError("several matrices in one parameter are cut along their short side")
     if max(shape) < cut.size:
         raise UnavailableModeError(
             "it is cut along its short side, and the long one has fewer rows than there are ranks"
         )
-    return True, [_long_dim(units[0])]
+    return True, [_long_dim(matrix_views[0])]
 
 
-def _long_dim(unit: Unit) -> int:
+def _long_dim(matrix_view: MatrixView) -> int:
     """The side along which :func:`~hf_emopt.distributed.cutting.recut` cuts: the first unless the other is longer."""
-    dim = 0 if unit.view[0] >= unit.view[1] else 1
-    return -2 if dim in unit.rows else -1
+    dim = 0 if matrix_view.view[0] >= matrix_view.view[1] else 1
+    return -2 if dim in matrix_view.rows else -1
 
 
-# ---------------------------------------------------------------------- segments
+# ---------------------------------------------------------------------- owned regions
 
 
-def segments_of(parameter: PlannedParameter, loads: dict[int, int]) -> list[Segment]:
+def owned_regions_of(parameter: PlannedParameter, loads: dict[int, int]) -> list[OwnedRegion]:
     """Who transforms what of a parameter that has an arrangement.
 
     Args:
@@ -226,8 +249,14 @@ def segments_of(parameter: PlannedParameter, loads: dict[int, int]) -> list[Segm
     cost = sum(arrangement.costs)
     if arrangement.mode == "duplicated":
         return [
-            Segment(
-                0, full_box(storage.shape), owner, parameter.units, cost, copy=t > 0, gives=arrangement.cut.boxes[t]
+            OwnedRegion(
+                0,
+                full_region(storage.shape),
+                owner,
+                parameter.matrix_views,
+                cost,
+                copy=t > 0,
+                gives=arrangement.cut.regions[t],
             )
             for t, owner in enumerate(column)
         ]
@@ -238,58 +267,64 @@ def segments_of(parameter: PlannedParameter, loads: dict[int, int]) -> list[Segm
     return _blockwise(parameter, arrangement, column)
 
 
-def _distributed(parameter: PlannedParameter, arrangement: Arrangement, column: tuple[int, ...]) -> list[Segment]:
-    units, shape = parameter.units, parameter.storage.shape
-    places = [(t, box) for t, boxes in enumerate(arrangement.cut.boxes) for box in boxes]
-    pieces = {(t, box, u): _restricted(unit, shape, box) for t, box in places for u, unit in enumerate(units)}
+def _distributed(parameter: PlannedParameter, arrangement: Arrangement, column: tuple[int, ...]) -> list[OwnedRegion]:
+    matrix_views, shape = parameter.matrix_views, parameter.storage.shape
+    places = [(t, region) for t, regions in enumerate(arrangement.cut.regions) for region in regions]
+    pieces = {
+        (t, region, u): _restricted(matrix_view, shape, region)
+        for t, region in places
+        for u, matrix_view in enumerate(matrix_views)
+    }
     cuts: list[Cut | None] = []
-    for u, unit in enumerate(units):
+    for u, matrix_view in enumerate(matrix_views):
         sharing = [(t, piece) for (t, _, v), piece in pieces.items() if v == u and piece is not None]
         if len(sharing) < 2:
             cuts.append(None)
             continue
         dim = next(piece.dim for _, piece in sharing if piece.dim is not None)
         spans = tuple(piece.span for _, piece in sharing)
-        team = tuple(column[t] for t, _ in sharing)
-        cuts.append(Cut((unit.shape[1], unit.shape[2]), dim, spans, team, arrangement.methods[u]))
-    segments = []
-    for t, box in places:
-        mine = [(u, piece) for u in range(len(units)) if (piece := pieces[t, box, u]) is not None]
+        compute_group = tuple(column[t] for t, _ in sharing)
+        cuts.append(
+            Cut((matrix_view.shape[1], matrix_view.shape[2]), dim, spans, compute_group, arrangement.methods[u])
+        )
+    owned_regions = []
+    for t, region in places:
+        mine = [(u, piece) for u in range(len(matrix_views)) if (piece := pieces[t, region, u]) is not None]
         if mine:
-            segments.append(
-                Segment(
+            owned_regions.append(
+                OwnedRegion(
                     0,
-                    box,
+                    region,
                     column[t],
-                    tuple(piece.unit for _, piece in mine),
+                    tuple(piece.matrix_view for _, piece in mine),
                     sum(arrangement.costs[u] for u, _ in mine),
                     indices=tuple(u for u, _ in mine),
                     cuts=tuple(cuts[u] for u, _ in mine),
                 )
             )
-    return segments
+    return owned_regions
 
 
-def _blockwise(parameter: PlannedParameter, arrangement: Arrangement, column: tuple[int, ...]) -> list[Segment]:
-    """Of a parameter whose units are the slices' already."""
-    segments, shape = [], parameter.storage.shape
-    for t, boxes in enumerate(arrangement.cut.boxes):
-        for box in boxes:
+def _blockwise(parameter: PlannedParameter, arrangement: Arrangement, column: tuple[int, ...]) -> list[OwnedRegion]:
+    """Of a parameter whose matrix views are the slices' already."""
+    owned_regions, shape = [], parameter.storage.shape
+    for t, regions in enumerate(arrangement.cut.regions):
+        for region in regions:
             mine = []
-            for u, unit in enumerate(parameter.units):
-                piece = _restricted(unit, shape, box) if unit.name.endswith(f"[{t}]") else None
+            for u, matrix_view in enumerate(parameter.matrix_views):
+                piece = _restricted(matrix_view, shape, region) if matrix_view.name.endswith(f"[{t}]") else None
                 if piece is not None:
-                    mine.append((u, piece.unit))
+                    mine.append((u, piece.matrix_view))
             if mine:
-                segments.append(
-                    Segment(
+                owned_regions.append(
+                    OwnedRegion(
                         0,
-                        box,
+                        region,
                         column[t],
-                        tuple(unit for _, unit in mine),
+                        tuple(matrix_view for _, matrix_view in mine),
                         sum(arrangement.costs[u] for u, _ in mine),
                         indices=tuple(u for u, _ in mine),
                         cuts=tuple(Cut(parameter.whole_shapes[u], -2, (), ()) for u, _ in mine),
                     )
                 )
-    return segments
+    return owned_regions

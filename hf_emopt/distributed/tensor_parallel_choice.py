@@ -17,7 +17,7 @@ from hf_emopt.distributed.layout import Grid, takes_all_ranks
 from hf_emopt.distributed.plan import PlannedParameter
 from hf_emopt.distributed.tensor_parallel import (
     UnavailableModeError,
-    blockwise_units,
+    blockwise_matrix_views,
     distributed_cuts,
     tensor_cut,
     tensor_dims,
@@ -170,7 +170,9 @@ def arrange_cuts(
     for p in planned:
         ranks = p.storage.ranks
         total[ranks] += p.cost
-        largest[ranks] = max([largest[ranks], *(cost // max(1, u.shape[0]) for u, cost in zip(p.units, p.costs))])
+        largest[ranks] = max(
+            [largest[ranks], *(cost // max(1, u.shape[0]) for u, cost in zip(p.matrix_views, p.costs))]
+        )
         alike[ranks, p.storage.shape, p.group] += 1
     for index, (p, cut, all_ranks) in enumerate(zip(planned, cuts, together)):
         group = groups[p.group]
@@ -235,12 +237,12 @@ def _distributed(c: _Candidate, rule: MatrixRule, in_bucket: float, moved: float
         raise UnavailableModeError(f"{rule.name} needs whole matrices with these hyperparameters")
     if not c.together:
         raise UnavailableModeError("the mesh has not all ranks of the job, which a group of some of them needs")
-    recut, dims = distributed_cuts(p.units, p.storage.shape, c.cut)
+    recut, dims = distributed_cuts(p.matrix_views, p.storage.shape, c.cut)
     costs: list[int] = []
     methods: list[Method] = []
     sent, messages = 0, 0
-    for unit, whole, dim in zip(p.units, p.costs, dims):
-        batch, m, n = unit.shape
+    for matrix_view, whole, dim in zip(p.matrix_views, p.costs, dims):
+        batch, m, n = matrix_view.shape
         if dim is None:  # on one rank
             costs.append(whole)
             methods.append("standard")
@@ -273,26 +275,26 @@ def _chosen(c: _Candidate, rule: MatrixRule, options: Mapping[str, _Option]) -> 
             mode, reason, option = "layerwise", option, options["layerwise"]
         assert not isinstance(option, str)
         parameter = replace(p, arrangement=option[0])
-    shapes = tuple(unit.shape for unit in p.units)
+    shapes = tuple(matrix_view.shape for matrix_view in p.matrix_views)
     return Choice(p.name, shapes, c.cut.size, asked, mode, {m: estimates[m] for m in allowed}, reason), parameter
 
 
 def _blockwise(c: _Candidate, rule: MatrixRule) -> PlannedParameter:
     p, shape = c.parameter, c.parameter.storage.shape
     try:
-        pairs = blockwise_units(p.units, shape, c.cut)
+        pairs = blockwise_matrix_views(p.matrix_views, shape, c.cut)
     except UnavailableModeError as error:
         raise ValueError(_impossible(p.name, "blockwise", str(error))) from error
-    units = tuple(part for part, _ in pairs)
-    costs = tuple(unit.shape[0] * rule.cost(*unit.shape[1:], c.group) for unit in units)
+    matrix_views = tuple(part for part, _ in pairs)
+    costs = tuple(matrix_view.shape[0] * rule.cost(*matrix_view.shape[1:], c.group) for matrix_view in matrix_views)
     arrangement = Arrangement("blockwise", c.cut, costs)
     return replace(
         p,
-        units=units,
+        matrix_views=matrix_views,
         costs=costs,
         shard_cost=None,
         arrangement=arrangement,
-        whole_shapes=tuple(unit.shape[1:] for _, unit in pairs),
+        whole_shapes=tuple(matrix_view.shape[1:] for _, matrix_view in pairs),
     )
 
 

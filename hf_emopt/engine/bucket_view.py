@@ -1,7 +1,7 @@
 """What one rank works on in a bucket: weights, gradients and state, lent to it for a phase.
 
-State lies as :mod:`hf_emopt.state.forms` keeps it; a phase of a step borrows what it needs of it, in the form and on the device in
-which it computes, and only as long as nothing waits for other ranks meanwhile.
+State lies as :mod:`hf_emopt.state.forms` keeps it; a phase of a step borrows what it needs of it, in the form and on the
+device in which it computes, and only as long as nothing waits for other ranks meanwhile.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_emopt.distributed.layout import is_sharded, local_gradient, local_gradients, local_tensor, local_tensors
-from hf_emopt.distributed.plan import Bucket, Segment
+from hf_emopt.distributed.plan import Bucket, OwnedRegion
 from hf_emopt.engine.cpu_params import InPlace
 from hf_emopt.engine.elementwise import Part
 from hf_emopt.engine.engine import Engine
@@ -74,17 +74,17 @@ def _lent_states(
 
 
 class Workplace:
-    """Where this rank steps its part of a bucket of matrices: its shards, or the segments that it owns.
+    """Where this rank steps its part of a bucket of matrices: its shards, or the owned regions that it owns.
 
     Args:
         engine: whose parameters and state they are.
         index: of the bucket.
         present: indices of the bucket's parameters with a gradient.
-        owned: this rank's segments of them.
+        owned: this rank's owned regions of them.
     """
 
     def __init__(
-        self, engine: Engine, index: int, bucket: Bucket, present: Sequence[int], owned: Sequence[Segment]
+        self, engine: Engine, index: int, bucket: Bucket, present: Sequence[int], owned: Sequence[OwnedRegion]
     ) -> None:
         self.engine, self.index, self.bucket, self.present, self.owned = engine, index, bucket, present, owned
         known = engine.states.of_bucket(index, bucket, present)
@@ -145,21 +145,21 @@ class Workplace:
         return [x.clone() if x is not None and x.untyped_storage().data_ptr() in taken else x for x in tensors]
 
 
-def owned_parts(engine: Engine, bucket: Bucket, owned: Sequence[Segment], states: dict[int, State]) -> list[Part]:
-    """The segments that this rank owns of parameters that it holds whole."""
+def owned_parts(engine: Engine, bucket: Bucket, owned: Sequence[OwnedRegion], states: dict[int, State]) -> list[Part]:
+    """The owned regions that this rank owns of parameters that it holds whole."""
     parts = []
     offsets: dict[int, int] = defaultdict(int)
-    params = [engine.parameter(bucket, segment.parameter) for segment in owned]
-    for segment, param, local, grad in zip(owned, params, local_tensors(params), gradients(params)):
-        state = states[segment.parameter]
-        if segment.shape == param.shape:
+    params = [engine.parameter(bucket, owned_region.parameter) for owned_region in owned]
+    for owned_region, param, local, grad in zip(owned, params, local_tensors(params), gradients(params)):
+        state = states[owned_region.parameter]
+        if owned_region.shape == param.shape:
             parts.append(Part(local, grad, state))
             continue
-        where = tuple(slice(a, b) for a, b in segment.box)
-        start, length = offsets[segment.parameter], segment.shape[segment.dim]
-        offsets[segment.parameter] += length
+        where = tuple(slice(a, b) for a, b in owned_region.region)
+        start, length = offsets[owned_region.parameter], owned_region.shape[owned_region.dim]
+        offsets[owned_region.parameter] += length
         shaped = [key for key in state if is_shaped(key) and not is_scale(key)]
-        mine = {key: state[key].narrow(segment.dim, start, length) for key in shaped}
+        mine = {key: state[key].narrow(owned_region.dim, start, length) for key in shaped}
         # Each part counts for itself; only the first is the parameter's own count.
         mine["step"] = state["step"] if start == 0 else state["step"].clone()
         parts.append(Part(param[where], grad[where], mine))

@@ -24,7 +24,7 @@ from hf_emopt.distributed.consensus import (
 )
 from hf_emopt.distributed.exchange import Arrival, Exchange
 from hf_emopt.distributed.layout import Grid, Partition, local_tensor
-from hf_emopt.distributed.plan import Batch, Bucket, Plan, PlannedParameter, Segment
+from hf_emopt.distributed.plan import Batch, Bucket, OwnedRegion, Plan, PlannedParameter
 from hf_emopt.distributed.planner import plan_of, world_size
 from hf_emopt.distributed.process_groups import group_of, open_groups
 from hf_emopt.distributed.refresh_slots import Matrix, matrix_of, plan_slots
@@ -100,7 +100,7 @@ class Engine:
         self._channels: dict[torch.device, Channel] = {}
         self._kept: dict[tuple[Any, ...], Any] = {}
         self._batches: dict[int, tuple[Batch, ...]] = {}
-        self._teams: dict[tuple[int, ...], Any] = {}
+        self._compute_groups: dict[tuple[int, ...], Any] = {}
         self.undisturbed = False
         """Whether, in this step, nobody reads state or weights before :meth:`end_tasks`."""
         self._landing = Beside("landing")
@@ -144,7 +144,7 @@ class Engine:
                 handles[id(grid.replica_group)] = grid.replica_group
         for key, named in by_group.items():
             verify_replicas(named, handles[key])
-        self._open_teams()
+        self._open_compute_groups()
 
     def _named(self) -> list[tuple[str, Tensor]]:
         return [(name, p) for g in self.groups for name, p in zip(g["param_names"], g["params"])]
@@ -154,20 +154,25 @@ class Engine:
         local = {p.name for b in self.plan.buckets if b.communication_free for p in b.parameters}
         return [n for n, _ in self._named() if self.grids[n].world_size > 1 and n not in local]
 
-    def _open_teams(self) -> None:
-        """Makes the groups of all teams, on all ranks in one order; teams are planned only where all ranks take part."""
-        teams = {tuple(b.storage.rank(p) for p in team) for b in self.plan.buckets for team in b.teams}
-        for ranks in sorted(teams):
+    def _open_compute_groups(self) -> None:
+        """Makes the groups of all compute groups, on all ranks in one order; compute groups are planned only where all
+        ranks take part."""
+        compute_groups = {
+            tuple(b.storage.rank(p) for p in compute_group)
+            for b in self.plan.buckets
+            for compute_group in b.compute_groups
+        }
+        for ranks in sorted(compute_groups):
             group = group_of(ranks)
             if dist.get_rank() in ranks:
                 dist.all_reduce(torch.zeros(1, device=control_device(group)), group=group)
-                self._teams[ranks] = group
+                self._compute_groups[ranks] = group
 
-    def team_reductions(
-        self, bucket: Bucket, team: tuple[int, ...]
+    def compute_group_reductions(
+        self, bucket: Bucket, compute_group: tuple[int, ...]
     ) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
         """Sum and maximum over the ranks that share a matrix, in place."""
-        group = self._teams[tuple(bucket.storage.rank(position) for position in team)]
+        group = self._compute_groups[tuple(bucket.storage.rank(position) for position in compute_group)]
         reduce = _reduce if self.watch is None else self.watch.stopwatch.reduction(_reduce)
         return partial(reduce, op=dist.ReduceOp.SUM, group=group), partial(reduce, op=dist.ReduceOp.MAX, group=group)
 
@@ -372,8 +377,8 @@ class Engine:
         index, b = key
         bucket = self.plan.buckets[index]
         grid, group = self.grid_of_bucket(bucket), self.groups[bucket.group]
-        segment = bucket.owned(grid.position)[self.batches(index, bucket)[b].jobs[0][0]]
-        param = self.parameter(bucket, segment.parameter)
+        owned_region = bucket.owned(grid.position)[self.batches(index, bucket)[b].jobs[0][0]]
+        param = self.parameter(bucket, owned_region.parameter)
         device, broken = compute_device(param), self.rule.to_mend(key)
         rows = self.rows(sorted(broken), device) if broken else None
         with self.states.lender.lent(
@@ -401,9 +406,9 @@ class Engine:
 
     # ------------------------------------------------------------------ schedule
 
-    def slot(self, bucket: Bucket, segment: Segment, unit: int, b: int) -> tuple[int, ...]:
+    def slot(self, bucket: Bucket, owned_region: OwnedRegion, matrix_view: int, b: int) -> tuple[int, ...]:
         """Slots of the pieces of a matrix."""
-        return self._slots[matrix_of(bucket, segment, unit, b)]
+        return self._slots[matrix_of(bucket, owned_region, matrix_view, b)]
 
     def next_round(self, state: State) -> int:
         """Counts the optimizer steps that a parameter took part in, on the host; for rules with a schedule."""

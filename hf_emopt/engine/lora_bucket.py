@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hf_emopt.distributed.layout import is_sharded, local_tensor
-from hf_emopt.distributed.plan import Bucket, Segment
+from hf_emopt.distributed.plan import Bucket, OwnedRegion
 from hf_emopt.engine.bucket_view import Workplace
 from hf_emopt.engine.elementwise import Passes
 from hf_emopt.engine.engine import Engine
@@ -36,7 +36,7 @@ State = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class _Job:
-    """A pair by the places of its segments: the factor that does not start at zero, and the one that does."""
+    """A pair by the places of its owned regions: the factor that does not start at zero, and the one that does."""
 
     still: int
     starting: int
@@ -125,12 +125,12 @@ def _updates(
     engine: Engine,
     index: int,
     bucket: Bucket,
-    owned: Sequence[Segment],
+    owned: Sequence[OwnedRegion],
     messages: Sequence[Tensor],
     weights: Sequence[Tensor],
     group: Group,
 ) -> list[Tensor]:
-    """The update of each owned segment, both of a pair from one call, and pairs of one shape in one batch."""
+    """The update of each owned region, both of a pair from one call, and pairs of one shape in one batch."""
     for b, batch in enumerate(engine.batches(index, bucket)):  # makes the state of whole factors
         engine.states.of_batch((index, b), bucket, batch, engine.groups[bucket.group])
     place = {bucket.parameters[s.parameter].name: k for k, s in enumerate(owned)}
@@ -141,13 +141,13 @@ def _updates(
         assert adapter is not None
         if adapter.starts:
             other = place[adapter.partner]
-            key = (adapter.side, owned[k].units[0].shape[1:], owned[other].units[0].shape[1:])
+            key = (adapter.side, owned[k].matrix_views[0].shape[1:], owned[other].matrix_views[0].shape[1:])
             alike[key].append(_Job(other, k, adapter))
     updates: list[Tensor] = [torch.empty(0)] * len(owned)
     if not owned:
         return updates
     present = [s.parameter for s in owned]
-    kept = {s.parameter: _unit_state(engine, bucket, s) for s in owned}
+    kept = {s.parameter: _matrix_state(engine, bucket, s) for s in owned}
     ok, noise = engine.ok_on(messages[0].device), moment_noise(index, group, messages[0].device, 0, 1)
     args = (list(kept.values()), messages[0].device, lambda name: True, state_dtype(messages[0]), group, ok, noise)
     with engine.states.lender.lent(("pairs", index), *args) as lent:
@@ -160,9 +160,9 @@ def _updates(
     return updates
 
 
-def _scalings(jobs: Sequence[_Job], owned: Sequence[Segment], like: Tensor) -> Tensor:
+def _scalings(jobs: Sequence[_Job], owned: Sequence[OwnedRegion], like: Tensor) -> Tensor:
     """What the model multiplies each product by, ``(N, 1, 1)``."""
-    counts = [owned[job.starting].units[0].shape[0] for job in jobs]
+    counts = [owned[job.starting].matrix_views[0].shape[0] for job in jobs]
     values = [job.adapter.scaling for job, count in zip(jobs, counts) for _ in range(count)]
     return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None, None]
 
@@ -170,7 +170,7 @@ def _scalings(jobs: Sequence[_Job], owned: Sequence[Segment], like: Tensor) -> T
 def _update_batch(
     engine: Engine,
     states: dict[int, State],
-    owned: Sequence[Segment],
+    owned: Sequence[OwnedRegion],
     messages: Sequence[Tensor],
     weights: Sequence[Tensor],
     group: Group,
@@ -179,7 +179,7 @@ def _update_batch(
     updates: list[Tensor],
 ) -> None:
     """Fills in the updates of pairs of one shape."""
-    counts = [owned[job.starting].units[0].shape[0] for job in jobs]
+    counts = [owned[job.starting].matrix_views[0].shape[0] for job in jobs]
     sides = [job.still for job in jobs], [job.starting for job in jobs]
     factors: list[Factor] = []
     views: list[tuple[State, list[State]]] = []
@@ -187,7 +187,9 @@ def _update_batch(
         own = [states[owned[k].parameter] for k in places]
         state = {name: torch.cat([s[name] for s in own]) for name in own[0]}
         views.append((state, own))
-        weight, message = (torch.cat([owned[k].units[0].extract(t[k]) for k in places]) for t in (weights, messages))
+        weight, message = (
+            torch.cat([owned[k].matrix_views[0].extract(t[k]) for k in places]) for t in (weights, messages)
+        )
         factors.append(Factor(weight, message, state))
     shape = jobs[0].adapter.outputs, jobs[0].adapter.inputs
     still, starting = factors
@@ -196,13 +198,13 @@ def _update_batch(
     for places, result, (state, own) in zip(sides, results, views):
         for part, k in zip(result.split(counts), places):
             updates[k] = torch.empty(owned[k].shape, dtype=part.dtype, device=part.device)
-            owned[k].units[0].insert(updates[k], part)
+            owned[k].matrix_views[0].insert(updates[k], part)
         for name, value in state.items():
             for view, s in zip(value.split(counts), own):
                 s[name].copy_(view)
 
 
-def _unit_state(engine: Engine, bucket: Bucket, segment: Segment) -> State:
-    """State of the one unit of a segment, as views of where it is kept."""
-    state: State = engine.state[engine.parameter(bucket, segment.parameter)]
+def _matrix_state(engine: Engine, bucket: Bucket, owned_region: OwnedRegion) -> State:
+    """State of the one matrix view of an owned region, as views of where it is kept."""
+    state: State = engine.state[engine.parameter(bucket, owned_region.parameter)]
     return {name.removesuffix(".0"): value for name, value in state.items() if name.endswith(".0")}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hf_emopt.distributed.exchange import Exchange, Stacks
 from hf_emopt.distributed.layout import is_sharded, local_tensor, local_tensors
-from hf_emopt.distributed.plan import Bucket, Segment
+from hf_emopt.distributed.plan import Bucket, OwnedRegion
 from hf_emopt.engine.bucket_view import Workplace
 from hf_emopt.engine.buckets import _gather
 from hf_emopt.engine.elementwise import Part, Passes
@@ -101,7 +101,7 @@ def conclude(
     bucket: Bucket,
     present: Sequence[int],
     passes: Passes,
-    owned: Sequence[Segment],
+    owned: Sequence[OwnedRegion],
     updates: list[Tensor],
     scales: Sequence[float],
     moving: Sequence[int],
@@ -113,10 +113,10 @@ def conclude(
 
     Args:
         passes: of what this rank accumulated.
-        updates: of the owned segments, or ``stacks`` of them; ``scales`` what each is still to be multiplied by.
+        updates: of the owned regions, or ``stacks`` of them; ``scales`` what each is still to be multiplied by.
         moving: places in ``present`` of what is stepped at all.
         place: where the parts are.
-        homes: where each owned segment, in ``stacks`` if they are, lies in the parts, where all are in one launch's reach.
+        homes: where each owned region, in ``stacks`` if they are, lies in the parts, where all are in one launch's reach.
     """
     grid, group, ok, parts = engine.grid_of_bucket(bucket), passes.group, passes.ok, passes.parts
     params = place.params
@@ -166,7 +166,7 @@ def bucket_exchange(engine: Engine, bucket: Bucket, present: Sequence[int]) -> E
 
 
 def _scaled(updates: Sequence[Tensor], scales: Sequence[float], stacks: Stacks | None) -> list[Tensor]:
-    """Updates of segments times what the transform has left to do."""
+    """Updates of owned regions times what the transform has left to do."""
     pairs = zip(updates if stacks is None else stacks.apart(updates), scales)
     return [u if s == 1.0 else u.to(torch.promote_types(u.dtype, torch.float32)) * s for u, s in pairs]
 
@@ -175,26 +175,26 @@ def _apply(parts: list[Part], updates: list[Tensor], group: Group, ok: Tensor | 
     apply_updates([p.weight for p in parts], updates, [p.state for p in parts], group, ok, generator)
 
 
-def _within(segment: Segment, bucket: Bucket, shard: int) -> tuple[slice, ...]:
-    """A segment in the local tensor of the shard that holds all of it."""
-    for box, place in bucket.parameters[segment.parameter].storage.held(shard):
-        if all(start <= a and b <= stop for (a, b), (start, stop) in zip(segment.box, box)):
+def _within(owned_region: OwnedRegion, bucket: Bucket, shard: int) -> tuple[slice, ...]:
+    """An owned region in the local tensor of the shard that holds all of it."""
+    for region, place in bucket.parameters[owned_region.parameter].storage.held(shard):
+        if all(start <= a and b <= stop for (a, b), (start, stop) in zip(owned_region.region, region)):
             return tuple(
                 slice(a - start + offset, b - start + offset)
-                for (a, b), (start, _), (offset, _) in zip(segment.box, box, place)
+                for (a, b), (start, _), (offset, _) in zip(owned_region.region, region, place)
             )
-    raise AssertionError(f"shard {shard} does not hold segment {segment.box}")
+    raise AssertionError(f"shard {shard} does not hold owned region {owned_region.region}")
 
 
 def _homes(bucket: Bucket, roster: Roster, shard: int | None, parts: Sequence[Part]) -> Runs | None:
-    """Where each owned segment lies in the parts: all of one where parts are the owned segments (``shard`` is ``None``)."""
+    """Where each owned region lies in the parts: all of one where parts are the owned regions (``shard`` is ``None``)."""
     runs = []
-    for k, segment in enumerate(roster.owned):
-        part = k if shard is None else roster.row[segment.parameter]
-        run: tuple[int, int] | None = (0, segment.numel)
+    for k, owned_region in enumerate(roster.owned):
+        part = k if shard is None else roster.row[owned_region.parameter]
+        run: tuple[int, int] | None = (0, owned_region.numel)
         if shard is not None:
-            run = contiguous_run(_within(segment, bucket, shard), parts[part].weight.shape)
+            run = contiguous_run(_within(owned_region, bucket, shard), parts[part].weight.shape)
         if run is None:
             return None
-        runs.append((part, run[0], k, 0, segment.numel))
+        runs.append((part, run[0], k, 0, owned_region.numel))
     return Runs(runs) if roster.stacks is None else Runs(runs).within(right=roster.stacks.places)

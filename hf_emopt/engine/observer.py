@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from hf_emopt.distributed.plan import Bucket, Segment
+from hf_emopt.distributed.plan import Bucket, OwnedRegion
 from hf_emopt.engine.elementwise import Part
 from hf_emopt.engine.stopwatch import Stopwatch
 from hf_emopt.rules.base import Group
@@ -17,13 +17,14 @@ __all__ = ["StepObserver"]
 
 
 class StepObserver(Protocol):
-    """Told of each bucket between its transform and the weights' step. ``engine`` and ``transform`` are those of this room."""
+    """Told of each bucket between its transform and the weights' step. ``engine`` and ``transform`` are those of this
+    room."""
 
     stopwatch: Stopwatch
 
     def begin(self, engine: Any, ok: Tensor | None, among: frozenset[str] | None) -> None: ...
     def held(
-        self, engine: Any, bucket: Bucket, present: Sequence[int], owned: Sequence[Segment], parts: Sequence[Part]
+        self, engine: Any, bucket: Bucket, present: Sequence[int], owned: Sequence[OwnedRegion], parts: Sequence[Part]
     ) -> None: ...
     def bucket(
         self,
@@ -32,12 +33,12 @@ class StepObserver(Protocol):
         group: Group,
         present: Sequence[int],
         rounds: Sequence[int],
-        owned: Sequence[Segment],
+        owned: Sequence[OwnedRegion],
         updates: Sequence[Tensor],
         scales: Sequence[float],
     ) -> None: ...
     def matrices(self, bucket: Bucket, transform: Any, updates: Sequence[Tensor]) -> None: ...
-    def unit_state(self, bucket: Bucket, transform: Any, b: int, state: dict[str, Tensor]) -> None: ...
+    def matrix_state(self, bucket: Bucket, transform: Any, b: int, state: dict[str, Tensor]) -> None: ...
     def others(self, numels: Sequence[tuple[str, int]], group: Group) -> None: ...
     def adamw(
         self, names: Sequence[str], weights: Sequence[Tensor], states: Sequence[Mapping[str, Tensor]], group: Group

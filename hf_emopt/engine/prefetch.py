@@ -1,8 +1,8 @@
 """Offloaded state that is brought before the step: a backward pass that is nearly through says that a step is near.
 
-A hook on one parameter, whose gradient is among the last to be there, calls :meth:`hf_emopt.state.offload.StateOffload.approach`.
-So the room that a step has for state is filled behind what is left of the backward pass, when most activations are gone.
-Where the hook never runs, state comes when the step begins.
+A hook on one parameter, whose gradient is among the last to be there, calls
+:meth:`hf_emopt.state.offload.StateOffload.approach`. So the room that a step has for state is filled behind what is left
+of the backward pass, when most activations are gone. Where the hook never runs, state comes when the step begins.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from hf_emopt.engine.stopwatch import Stopwatch
 from hf_emopt.rules.base import Group, MatrixRule
 
 if TYPE_CHECKING:
-    from hf_emopt.distributed.plan import Batch, Bucket, PlannedParameter, Segment
+    from hf_emopt.distributed.plan import Batch, Bucket, OwnedRegion, PlannedParameter
     from hf_emopt.engine.engine import Engine
     from hf_emopt.engine.transform import Transform
 
@@ -137,7 +137,7 @@ class Watch:
         group: Group,
         present: Sequence[int],
         rounds: Sequence[int],
-        owned: Sequence[Segment],
+        owned: Sequence[OwnedRegion],
         updates: Sequence[Tensor],
         scales: Sequence[float],
     ) -> None:
@@ -148,12 +148,12 @@ class Watch:
             bucket: of its plan.
             group: hyperparameters as they are applied.
             present: indices of the bucket's parameters that take part, and ``rounds`` of each.
-            owned: this rank's segments of them.
-            updates: of the segments, still to be multiplied by ``scales``.
+            owned: this rank's owned regions of them.
+            updates: of the owned regions, still to be multiplied by ``scales``.
         """
         names = [p.name for p in bucket.parameters]
         self._note_bucket(engine, bucket, group, present, rounds)
-        mine = [k for k, segment in enumerate(owned) if not segment.copy]
+        mine = [k for k, owned_region in enumerate(owned) if not owned_region.copy]
         for k, norm in zip(mine, _norms([updates[k] for k in mine])):
             self._sums[names[owned[k].parameter], "update"].append((norm * scales[k]).square())
 
@@ -171,11 +171,11 @@ class Watch:
             parameter, age = bucket.parameters[i], None
             if rule.scheduled:
                 slots = [
-                    engine.slot(bucket, segment, u, b)
-                    for segment in bucket.segments
-                    if segment.parameter == i
-                    for u, unit in enumerate(segment.units)
-                    for b in range(unit.shape[0])
+                    engine.slot(bucket, owned_region, u, b)
+                    for owned_region in bucket.owned_regions
+                    if owned_region.parameter == i
+                    for u, matrix_view in enumerate(owned_region.matrix_views)
+                    for b in range(matrix_view.shape[0])
                 ]
                 ages = [rule.refresh_age(now, s, group) for s in slots]
                 age = max((a for a in ages if a is not None), default=None)
@@ -185,12 +185,17 @@ class Watch:
             )
 
     def held(
-        self, engine: Engine, bucket: Bucket, present: Sequence[int], owned: Sequence[Segment], parts: Sequence[Part]
+        self,
+        engine: Engine,
+        bucket: Bucket,
+        present: Sequence[int],
+        owned: Sequence[OwnedRegion],
+        parts: Sequence[Part],
     ) -> None:
         """Weights before the step, and momentum that lies beside them, after it took the gradient in.
 
         Args:
-            parts: what this rank has accumulated: its shard of each present parameter, or its segments.
+            parts: what this rank has accumulated: its shard of each present parameter, or its owned regions.
         """
         names = [p.name for p in bucket.parameters]
         if not is_sharded(engine.parameter(bucket, present[0])):
@@ -204,7 +209,7 @@ class Watch:
             for (name, _), norm in zip(there, _norms([t for _, t in there])):
                 self._sums[name, what].append(norm.square())
 
-    def unit_state(self, bucket: Bucket, transform: Transform, b: int, state: dict[str, Tensor]) -> None:
+    def matrix_state(self, bucket: Bucket, transform: Transform, b: int, state: dict[str, Tensor]) -> None:
         """State of the matrices of a batch, all of them, after its transform."""
         batch = transform.batches[b]
         if batch.copy:
@@ -229,12 +234,12 @@ class Watch:
         gain = rule.update_gain(*whole, transform.group)
         if gain is not None:
             total = None
-            if batch.cut is not None and batch.cut.team:
-                total = engine.team_reductions(bucket, batch.cut.team)[0]
-            for k, unit, _ in jobs:
+            if batch.cut is not None and batch.cut.compute_group:
+                total = engine.compute_group_reductions(bucket, batch.cut.compute_group)[0]
+            for k, matrix_view, _ in jobs:
                 parameter = bucket.parameters[transform.owned[k].parameter]
                 scale = transform.scales[k] / (gain * parameter.scale)
-                error = _orthogonality_error(unit.extract(updates[k]), scale, batch, total)
+                error = _orthogonality_error(matrix_view.extract(updates[k]), scale, batch, total)
                 if error is not None:
                     self._peaks[parameter.name, "orthogonality_error"].append(error)
 
@@ -341,9 +346,11 @@ def _gain(rule: MatrixRule, parameter: PlannedParameter, group: Group) -> float:
     """Factor by shape on the update, the mean over the parameter's matrices."""
     if parameter.pair:  # of the two factors of an adapter together there is none
         return 1.0
-    shapes = parameter.whole_shapes or tuple((unit.shape[1], unit.shape[2]) for unit in parameter.units)
+    shapes = parameter.whole_shapes or tuple(
+        (matrix_view.shape[1], matrix_view.shape[2]) for matrix_view in parameter.matrix_views
+    )
     gains = [rule.update_gain(*shape, group) for shape in shapes]
-    counts = [unit.shape[0] for unit in parameter.units]
+    counts = [matrix_view.shape[0] for matrix_view in parameter.matrix_views]
     total = sum((1.0 if g is None else g) * count for g, count in zip(gains, counts))
     return parameter.scale * total / max(1, sum(counts))
 
@@ -420,7 +427,7 @@ def _orthogonality_error(x: Tensor, scale: float, batch: Batch, total: Any) -> T
     Returns:
         ``None`` where slices along the shorter side have no Gram matrix to add up.
     """
-    m, n = batch.shape if batch.cut is None or not batch.cut.team else batch.cut.full_shape
+    m, n = batch.shape if batch.cut is None or not batch.cut.compute_group else batch.cut.full_shape
     side = min(m, n)
     if side == 0:
         return None

@@ -15,7 +15,7 @@ from hf_emopt.distributed.plan import Batch, Bucket
 from hf_emopt.engine.engine import Engine
 from hf_emopt.formats.rounding_noise import moment_noise
 from hf_emopt.kernels.multi_tensor import runs_work
-from hf_emopt.routing.unit import Unit
+from hf_emopt.routing.matrix_view import MatrixView
 from hf_emopt.rules.base import Clock, Group, Shard
 
 if TYPE_CHECKING:
@@ -26,22 +26,24 @@ __all__ = ["Roster", "Transform"]
 State = dict[str, Tensor]
 
 
-def _is_plain(unit: Unit) -> bool:
-    """Whether the unit's matrices are the segment's elements in their own order."""
-    return unit.dim is None and unit.batch + unit.rows + unit.cols == tuple(range(len(unit.view)))
+def _is_plain(matrix_view: MatrixView) -> bool:
+    """Whether the matrix view's matrices are the owned region's elements in their own order."""
+    return matrix_view.dim is None and matrix_view.batch + matrix_view.rows + matrix_view.cols == tuple(
+        range(len(matrix_view.view))
+    )
 
 
 class Roster:
     """Who takes part in a bucket on this rank, which follows from the plan and from the parameters with a gradient.
 
     Attributes:
-        every: this rank's segments; ``owned`` those of them that take part.
+        every: this rank's owned regions; ``owned`` those of them that take part.
         row: place of each present parameter among them.
         owned_at: from an index into ``every`` to one into ``owned``.
-        batches: the plan's, of all segments; those of parameters without a gradient are left out row by row.
-        jobs: for each batch ``(index into owned, unit, matrices)`` of what takes part.
-        whole: for each batch whether each job is all of its segment, in the segment's own order.
-        stacks: where the segments lie in the batches that anything takes part of, where that is so of all of them.
+        batches: the plan's, of all owned regions; those of parameters without a gradient are left out row by row.
+        jobs: for each batch ``(index into owned, matrix_view, matrices)`` of what takes part.
+        whole: for each batch whether each job is all of its owned region, in the owned region's own order.
+        stacks: where the owned regions lie in the batches that anything takes part of, where that is so of all of them.
     """
 
     def __init__(self, engine: Engine, index: int, bucket: Bucket, present: Sequence[int]) -> None:
@@ -49,24 +51,27 @@ class Roster:
         self.row = {i: k for k, i in enumerate(present)}
         self.every = bucket.owned(engine.grid_of_bucket(bucket).position)
         self.owned = [s for s in self.every if s.parameter in chosen]
-        place = {id(segment): k for k, segment in enumerate(self.owned)}
-        self.owned_at = {i: place[id(segment)] for i, segment in enumerate(self.every) if id(segment) in place}
+        place = {id(owned_region): k for k, owned_region in enumerate(self.owned)}
+        self.owned_at = {
+            i: place[id(owned_region)] for i, owned_region in enumerate(self.every) if id(owned_region) in place
+        }
         self.batches = engine.batches(index, bucket)
         self.jobs = [
             [
-                (self.owned_at[i], unit := self.every[i].units[u], unit.shape[0])
+                (self.owned_at[i], matrix_view := self.every[i].matrix_views[u], matrix_view.shape[0])
                 for i, u in batch.jobs
                 if i in self.owned_at
             ]
             for batch in self.batches
         ]
         self.whole = [
-            all(_is_plain(unit) and len(self.owned[k].units) == 1 for k, unit, _ in jobs) for jobs in self.jobs
+            all(_is_plain(matrix_view) and len(self.owned[k].matrix_views) == 1 for k, matrix_view, _ in jobs)
+            for jobs in self.jobs
         ]
         self.stacks = self._stacks() if all(self.whole) else None
 
     def _stacks(self) -> Stacks:
-        shapes = tuple(segment.shape for segment in self.owned)
+        shapes = tuple(owned_region.shape for owned_region in self.owned)
         rows, places = [(0, 0, 0)] * len(shapes), [(0, 0)] * len(shapes)
         for number, (batch, jobs) in enumerate((b, j) for b, j in zip(self.batches, self.jobs) if j):
             start = 0
@@ -77,7 +82,7 @@ class Roster:
 
 
 class Transform:
-    """Whole matrices of one rank's segments in, updates of the segments out."""
+    """Whole matrices of one rank's owned regions in, updates of the owned regions out."""
 
     def __init__(
         self,
@@ -99,18 +104,18 @@ class Transform:
         """What each update is still to be multiplied by."""
 
     def stack(self, inputs: Sequence[Tensor]) -> list[Tensor | None]:
-        """One ``(B, m, n)`` for each batch, of the owned segments; ``None`` where none of a batch takes part."""
+        """One ``(B, m, n)`` for each batch, of the owned regions; ``None`` where none of a batch takes part."""
         return [self._stacked(b, inputs, self._device) for b in range(len(self.batches))]
 
     def _stacked(self, b: int, inputs: Sequence[Tensor], device: torch.device) -> Tensor | None:
-        parts = [unit.extract(inputs[k]) for k, unit, _ in self.roster.jobs[b]]
+        parts = [matrix_view.extract(inputs[k]) for k, matrix_view, _ in self.roster.jobs[b]]
         if not parts:
             return None
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).to(device)
 
     def make_room(self, like: Tensor, wire: torch.dtype | None = None) -> list[Tensor]:
-        """What is to be filled: the roster's stacks; where it has none, a tensor for each owned segment, rows of a batch
-        where that has whole segments.
+        """What is to be filled: the roster's stacks; where it has none, a tensor for each owned region, rows of a batch
+        where that has whole owned regions.
 
         Args:
             wire: dtype of what will arrive. Where it is narrow, and the rule reads that, the room has it.
@@ -156,7 +161,7 @@ class Transform:
         ]
 
     def run(self, stacked: list[Tensor | None], watch: StepObserver | None = None) -> list[Tensor]:
-        """The update of each owned segment, as the roster's stacks where it has them.
+        """The update of each owned region, as the roster's stacks where it has them.
 
         Args:
             watch: measures the state of whole matrices after it.
@@ -175,21 +180,21 @@ class Transform:
             with self._lent(key, storage, x, whole) as lent:
                 out, scale = self._transformed(x, lent, b, key, whole)
                 if watch is not None:
-                    watch.unit_state(self.bucket, self, b, lent[0])
+                    watch.matrix_state(self.bucket, self, b, lent[0])
             if together:
                 updates.append(out)
                 for k, _, _ in jobs:
                     self.scales[k] = scale
                 continue
-            for part, (k, unit, _) in zip(out.split([size for _, _, size in jobs]), jobs):
-                if self.roster.whole[b] or (_is_plain(unit) and len(self.owned[k].units) == 1):
+            for part, (k, matrix_view, _) in zip(out.split([size for _, _, size in jobs]), jobs):
+                if self.roster.whole[b] or (_is_plain(matrix_view) and len(self.owned[k].matrix_views) == 1):
                     updates[k], self.scales[k] = part.reshape(self.owned[k].shape), scale
                     continue
                 if updates[k] is None:
                     updates[k] = torch.empty(self.owned[k].shape, dtype=part.dtype, device=part.device)
-                unit.insert(updates[k], part)  # type: ignore[arg-type]
-        for k, segment in enumerate(self.owned):
-            self.scales[k] *= self.bucket.parameters[segment.parameter].scale
+                matrix_view.insert(updates[k], part)  # type: ignore[arg-type]
+        for k, owned_region in enumerate(self.owned):
+            self.scales[k] *= self.bucket.parameters[owned_region.parameter].scale
         return updates  # type: ignore[return-value]
 
     def _lent(
@@ -211,43 +216,43 @@ class Transform:
         self, x: Tensor, lent: list[State], b: int, key: tuple[int, int], whole: bool
     ) -> tuple[Tensor, float]:
         """:meth:`_transform` with the state of the matrices that take part, all of a batch or some rows of it."""
-        storage = unit_state = lent[0]
+        storage = matrix_state = lent[0]
         if not whole:
             self.engine.rule.settle(key, storage)
             rows = self._rows(self.batches[b])
             index = {name: self.engine.rows(rows, value.device) for name, value in storage.items()}
-            unit_state = {name: value[index[name]] for name, value in storage.items()}
-        out, scale = self._transform(x, unit_state, b, key if whole else None)
+            matrix_state = {name: value[index[name]] for name, value in storage.items()}
+        out, scale = self._transform(x, matrix_state, b, key if whole else None)
         if self._kernels:  # tall matrices may come out transposed, and the next pass reads along memory
             out = out.contiguous()
         if not whole:
-            for name, value in unit_state.items():
+            for name, value in matrix_state.items():
                 storage[name][index[name]] = value
         return out, scale
 
-    def _transform(self, x: Tensor, unit_state: State, b: int, key: tuple[int, int] | None) -> tuple[Tensor, float]:
+    def _transform(self, x: Tensor, matrix_state: State, b: int, key: tuple[int, int] | None) -> tuple[Tensor, float]:
         """The update of a batch, and what it is still to be multiplied by."""
         batch, rule, ok = self.batches[b], self.engine.rule, self.engine.ok_on(x.device)
         clock = self._clock(batch, key)
         cut, first = batch.cut, not batch.copy
         scale = 1.0
         if self._defers(b):
-            out, scale = rule.transform_unscaled(x, unit_state, self.group, ok, clock)
+            out, scale = rule.transform_unscaled(x, matrix_state, self.group, ok, clock)
         elif cut is None:
-            out = rule.transform(x, unit_state, self.group, ok, clock)
-        elif not cut.team:
-            out = rule.transform_part(x, unit_state, self.group, ok, clock, cut.full_shape)
+            out = rule.transform(x, matrix_state, self.group, ok, clock)
+        elif not cut.compute_group:
+            out = rule.transform_part(x, matrix_state, self.group, ok, clock, cut.full_shape)
         else:
-            place = cut.team.index(self.grid.position)
-            total, largest = self.engine.team_reductions(self.bucket, cut.team)
+            place = cut.compute_group.index(self.grid.position)
+            total, largest = self.engine.compute_group_reductions(self.bucket, cut.compute_group)
             shard = Shard(
-                cut.dim, cut.full_shape, *cut.spans[place], total, largest, len(cut.team), place, cut.method
+                cut.dim, cut.full_shape, *cut.spans[place], total, largest, len(cut.compute_group), place, cut.method
             )  # fmt: skip
-            out = rule.transform_shard(x, unit_state, self.group, ok, clock, shard)
+            out = rule.transform_shard(x, matrix_state, self.group, ok, clock, shard)
             first = place == 0
         self.engine.transform_count += x.shape[0] if first else 0
         # The result is scaled in place later: it must not be the rule's own state, or the message it was given.
-        taken = {t.untyped_storage().data_ptr() for t in (x, *unit_state.values())}
+        taken = {t.untyped_storage().data_ptr() for t in (x, *matrix_state.values())}
         return (out.clone() if out.untyped_storage().data_ptr() in taken else out), scale
 
     def _rows(self, batch: Batch) -> list[int]:

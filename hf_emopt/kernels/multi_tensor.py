@@ -37,7 +37,7 @@ def runs_work(device: torch.device) -> bool:
 
 
 def contiguous_run(where: Index, shape: Sequence[int]) -> tuple[int, int] | None:
-    """``(offset, numel)`` of a box in a contiguous tensor, or ``None`` where its elements do not follow one another."""
+    """``(offset, numel)`` of a region in a contiguous tensor, or ``None`` where its elements do not follow one another."""
     offset, numel, open_ended = 0, 1, True
     stride = math.prod(shape)
     for piece, size in zip(where, shape):

@@ -128,9 +128,9 @@ def refresh_eigenbasis(
         iterations: this many, or with a ``tolerance`` at most this many.
         tolerance: blocks whose off-diagonal part (see ``off_diagonal``) is at most this are left alone but for the sort,
             before the first iteration and after each. Costs one read of ``(N,)`` flags on the host per iteration.
-        precision: of the products with ``A``, and of the rotation; see :mod:`hf_emopt.linalg.matmul_precision`. ``fp16`` splits its
-            factors in two. Bases are made orthonormal to float32's rounding whatever it is. ``qr`` and ``eigh`` factorise
-            exactly.
+        precision: of the products with ``A``, and of the rotation; see :mod:`hf_emopt.linalg.matmul_precision`. ``fp16``
+            splits its factors in two. Bases are made orthonormal to float32's rounding whatever it is. ``qr`` and
+            ``eigh`` factorise exactly.
         orthogonality_tolerance: largest ``orthogonality``. ``None``: 2e-5 in float32, 1e-10 in float64.
         fallback: blocks that are less orthogonal, or not finite, are computed again by QR and, if that fails too, by
             ``eigh``. ``False``: reported as failed.

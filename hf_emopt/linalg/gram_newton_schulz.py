@@ -126,9 +126,11 @@ def find_restart_steps(
 def gram_flops(m: int, n: int, steps: int, restarts: int) -> int:
     """FLOPs of the Gram form for one ``(m, n)`` matrix, a symmetric product counted at half of a general one."""
     short, long = min(m, n), max(m, n)
-    segments = restarts + 1
-    square = steps + (steps - segments) + 2 * (steps - segments)  # Z of each step; Q and R where a segment goes on
-    return segments * 3 * short * short * long + square * short**3
+    owned_regions = restarts + 1
+    square = (
+        steps + (steps - owned_regions) + 2 * (steps - owned_regions)
+    )  # Z of each step; Q and R where an owned region goes on
+    return owned_regions * 3 * short * short * long + square * short**3
 
 
 def _product(
@@ -236,11 +238,11 @@ def gram_iterate(
         rows = x.mT if tall else x
         left = correction if start == 0 else None
         r = _product(rows, rows, None, gram_scale / scale**2, 0.0, 0.0, backend, left, power=2)
-        q = _segment(r, steps[start:end], gram_scale, backend, left, into[0])
+        q = _owned_region(r, steps[start:end], gram_scale, backend, left, into[0])
     return q, x
 
 
-def _segment(
+def _owned_region(
     r: Tensor,
     steps: Sequence[Triple],
     scale: float,

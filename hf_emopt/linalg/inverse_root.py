@@ -95,8 +95,8 @@ def inverse_root(
         solver: ``eigh``; ``coupled_newton``, the coupled inverse Newton iteration (Guo and Higham 2006; Higham, Functions
             of Matrices, 7.18) with steps scaled to the spectrum's bounds; or ``coupled_higher_order``, its third-order
             form (Lakic 1998), unscaled.
-        precision: of the products in coupled Newton, see :mod:`hf_emopt.linalg.matmul_precision`. The higher-order form amplifies
-            rounding and takes ``highest`` only; ``eigh`` always computes exactly.
+        precision: of the products in coupled Newton, see :mod:`hf_emopt.linalg.matmul_precision`. The higher-order form
+            amplifies rounding and takes ``highest`` only; ``eigh`` always computes exactly.
         tolerance: an iteration has converged when ``|M - I|_F^2`` before its last step is at most this, since that step
             squares the error. ``None``, and the least there is: the rounding level of ``precision``, 16 unit roundoffs
             (1e-6 in float32).

@@ -1,10 +1,10 @@
 """Coupled Newton iterations on 16-bit symmetric products, for :func:`hf_emopt.linalg.inverse_root`.
 
 All of ``X``, ``M`` and the polynomials between them are functions of one symmetric matrix, so every product is symmetric and
-half of it need not be computed (:func:`hf_emopt.linalg.symmetric_products.symmul`). ``X`` and ``E = M - I`` are kept in float32, what
-multiplies them (``D = P - I`` and ``(I + D)^p - I``) in float16. Both use the same rounded ``D``: that moves the path of the
-iteration alone, since ``M = X^p M_0`` holds for any ``D`` that commutes with it. As ``D`` goes to zero, so does the rounding
-of every product.
+half of it need not be computed (:func:`hf_emopt.linalg.symmetric_products.symmul`). ``X`` and ``E = M - I`` are kept in
+float32, what multiplies them (``D = P - I`` and ``(I + D)^p - I``) in float16. Both use the same rounded ``D``: that
+moves the path of the iteration alone, since ``M = X^p M_0`` holds for any ``D`` that commutes with it. As ``D`` goes to
+zero, so does the rounding of every product.
 
 For eigenvalues below 1e-3 of the largest, 11 bits are too few: rounded at the size of the large ones, a matrix has lost the
 small ones. Then factors are split in two, ``A = A_1 + 2^-11 A_2``, and ``A_1 B_1 + 2^-11 (A_1 B_2 + A_2 B_1)`` takes three

@@ -19,7 +19,14 @@ import torch
 from torch import Tensor
 
 from hf_emopt.linalg.coefficients import CoefficientSpec, ResolvedCoefficients, resolve_coefficients
-from hf_emopt.linalg.gram_newton_schulz import _apply, _product, _scales, _segment, find_restart_steps, start_factor
+from hf_emopt.linalg.gram_newton_schulz import (
+    _apply,
+    _owned_region,
+    _product,
+    _scales,
+    find_restart_steps,
+    start_factor,
+)
 from hf_emopt.linalg.newton_schulz import (
     Normalization,
     _check_dtype,
@@ -123,10 +130,10 @@ def sharded_cost(
         exchanged = (triangle,) * steps if form == "shared_polynomial" else ()
         return ShardedCost(steps * flops, (1, 1) + (triangle,) * steps, exchanged)
     resolved = resolve_coefficients(coefficients, steps)
-    segments = len(find_restart_steps(resolved.steps)) + 1
-    square = steps + 3 * (steps - segments)  # P of each step; Q and R where a segment goes on
-    flops = segments * 4 * short * short * -(-long // parts) + 2 * square * short**3
-    return ShardedCost(flops, (2 * parts,) + (triangle,) * segments)
+    owned_regions = len(find_restart_steps(resolved.steps)) + 1
+    square = steps + 3 * (steps - owned_regions)  # P of each step; Q and R where an owned region goes on
+    flops = owned_regions * 4 * short * short * -(-long // parts) + 2 * square * short**3
+    return ShardedCost(flops, (2 * parts,) + (triangle,) * owned_regions)
 
 
 # One H100 with NVLink: products in 16 bits, bytes of an all-reduce as they leave a rank, and the start of a message.
@@ -343,7 +350,7 @@ def _gram_form(
             product = rows.new_zeros(*rows.shape[:-1], rows.shape[-2])
         packed = _pack(product).to(torch.promote_types(dtype, torch.float32))
         product = _unpack(all_reduce(packed).to(dtype), product.shape[-1])
-        q = _segment(product, resolved.steps[first:last], gram_scale, "auto")
+        q = _owned_region(product, resolved.steps[first:last], gram_scale, "auto")
     return _apply(q, y, tall, 1.0 / scale)
 
 

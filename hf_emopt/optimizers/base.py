@@ -39,8 +39,8 @@ from hf_emopt.optimizers.validation import (
     validate_group,
 )
 from hf_emopt.routing.lora import LoraMode
+from hf_emopt.routing.matrix_view import MatrixView
 from hf_emopt.routing.route import ParameterRoute, RouteTable, coverage_warning
-from hf_emopt.routing.unit import Unit
 from hf_emopt.rules.base import Group, MatrixRule
 from hf_emopt.rules.validation import check_flags
 from hf_emopt.state.forms import OffloadState, check_state_options, describe_memory
@@ -63,7 +63,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
         matrix_modules, aux_modules, per_head, lora: see :func:`hf_emopt.route_parameters`.
         lora_lr_ratio: learning rate of the B factors of LoRA adapters over that of everything else of their kind (LoRA+,
             S. Hayou et al., arXiv:2402.12354); other than 1, they get groups of their own, ``lora_B`` in the logs.
-        lora_defaults: hyperparameters of adapter matrices by rank, see :class:`~hf_emopt.optimizers.param_groups.GroupBuilder`.
+        lora_defaults: hyperparameters of adapter matrices by rank, see
+            :class:`~hf_emopt.optimizers.param_groups.GroupBuilder`.
         allow_no_matrices: accept a model in which nothing is a matrix.
         skip_nonfinite: leave weights and state untouched in a step with a gradient that is not finite. Decided on the
             device, without a host sync; read :attr:`skipped_steps` for their number.
@@ -384,18 +385,19 @@ class MatrixOptimizer(torch.optim.Optimizer):
         return build_grids(named, self.process_group)
 
     def planned_parameters(self, grids: dict[str, Grid] | None = None) -> list[PlannedParameter]:
-        """What the planner needs to know of each matrix parameter; see :func:`~hf_emopt.distributed.planner.planned_matrices`."""
+        """What the planner needs to know of each matrix parameter; see
+        :func:`~hf_emopt.distributed.planner.planned_matrices`."""
         planned, self._choices = planned_matrices(
             self.rule, self.param_groups, grids, self._modes, self.transport_dtype, self._priced
         )
         return planned
 
-    def units_of_slices(self) -> dict[str, tuple[Unit, ...]]:
+    def matrix_views_of_slices(self) -> dict[str, tuple[MatrixView, ...]]:
         """For parameters whose slices are matrices of their own, these matrices."""
         groups = [g for g in self.param_groups if g["kind"] == "matrix"]
         if not any(self._modes.mode(n, g["tensor_parallel"]) == "blockwise" for g in groups for n in g["param_names"]):
             return {}
-        return {p.name: p.units for p in self.planned_parameters(self._grids()) if p.whole_shapes}
+        return {p.name: p.matrix_views for p in self.planned_parameters(self._grids()) if p.whole_shapes}
 
     # ------------------------------------------------------------------ checkpoints
 

@@ -9,7 +9,7 @@ import torch
 
 from hf_emopt.optimizers.validation import validate_group
 from hf_emopt.rules.base import Group, MatrixRule
-from hf_emopt.state.forms import elementwise_state, unit_state
+from hf_emopt.state.forms import elementwise_state, matrix_state
 
 __all__ = ["ChangedGroups"]
 
@@ -66,7 +66,7 @@ class ChangedGroups:
         """Entries of state that its parameters have."""
         like = torch.empty(2, 2, device="meta")
         names = set(elementwise_state(self._rule, group, like, like.shape))
-        return names | (set(unit_state(self._rule, group, (1, 2, 2), like)) if group["kind"] == "matrix" else set())
+        return names | (set(matrix_state(self._rule, group, (1, 2, 2), like)) if group["kind"] == "matrix" else set())
 
 
 def _values(group: Group) -> dict[str, Any]:

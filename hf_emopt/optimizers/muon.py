@@ -195,7 +195,8 @@ class NorMuon(MatrixOptimizer):
     Raises:
         ValueError: when a value is out of range, or no parameter is a matrix.
 
-    State per matrix: ``momentum_buffer``, ``step`` and, for each unit, ``row_second_moment.<unit>`` of shape (B, m, 1).
+    State per matrix: ``momentum_buffer``, ``step`` and, for each matrix view, ``row_second_moment.<index>`` of shape (B,
+        m, 1).
     """
 
     matrix_option = "muon_modules"

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_emopt.routing.lora import LORA_MODES, pack_adapter, unpack_adapter
-from hf_emopt.routing.packing import STRUCTURAL_KEYS, pack_units, unpack_units
+from hf_emopt.routing.matrix_view import MatrixView
+from hf_emopt.routing.packing import STRUCTURAL_KEYS, pack_matrix_views, unpack_matrix_views
 from hf_emopt.routing.route import (
     ParameterRoute,
     RouteTable,
@@ -24,7 +25,6 @@ from hf_emopt.routing.route import (
     route_parameters,
     route_parameters_list,
 )
-from hf_emopt.routing.unit import Unit
 from hf_emopt.rules.base import Group, MatrixRule
 
 __all__ = ["Derived", "GroupBuilder", "check_lora_options"]
@@ -164,7 +164,7 @@ class GroupBuilder:
                 raise ValueError(f"group key {key!r} is no hyperparameter; did you mean {close[0]!r}?")
 
     def _route_members(
-        self, members: list[Any], kind: str | None, units: list[Any] | None
+        self, members: list[Any], kind: str | None, matrix_views: list[Any] | None
     ) -> tuple[dict[str, Tensor], list[ParameterRoute]]:
         if kind not in (None, "matrix", "aux"):
             raise ValueError(f"group kind={kind!r} must be 'matrix' or 'aux'")
@@ -181,8 +181,8 @@ class GroupBuilder:
                 pairs.append((f"param.{self.unnamed}", item))
                 self.unnamed += 1
         _check_distinct(pairs)
-        packed = units or [None] * len(pairs)
-        given = {name: unit for (name, _), unit in zip(pairs, packed, strict=True)}
+        packed = matrix_views or [None] * len(pairs)
+        given = {name: matrix_view for (name, _), matrix_view in zip(pairs, packed, strict=True)}
         pairs = [(name, p) for name, p in pairs if p.requires_grad]
         named = dict(pairs)
         if kind is not None:
@@ -231,7 +231,7 @@ class GroupBuilder:
         group["kind"] = kind
         group["params"] = [(r.name, named[r.name]) for r in routes]
         if kind == "matrix":
-            group["units"] = [pack_units(r.units) for r in routes]
+            group["units"] = [pack_matrix_views(r.matrix_views) for r in routes]
         if any(r.adapter is not None for r in routes):
             group["adapters"] = [pack_adapter(r.adapter) for r in routes]
         return group
@@ -264,7 +264,14 @@ def _renamed(route: ParameterRoute, name: str) -> ParameterRoute:
         route
         if route.name == name
         else ParameterRoute(
-            name, route.shape, route.kind, route.units, route.decay, route.reason, route.module_type, route.aliases
+            name,
+            route.shape,
+            route.kind,
+            route.matrix_views,
+            route.decay,
+            route.reason,
+            route.module_type,
+            route.aliases,
         )
     )
 
@@ -280,8 +287,8 @@ def _explicit(name: str, param: Tensor, kind: str, packed: list[Any] | None) -> 
             f"{name} has shape {shape} and is in a group of kind 'matrix': without its module nobody knows whether it is a "
             "convolution (one matrix) or a stack of matrices. Pass the model, or put it into a group of kind 'aux'"
         )
-    units = (Unit.whole(shape),) if packed is None else unpack_units(packed)
-    return ParameterRoute(name, shape, "matrix", units, True, "the group says so", "")
+    matrix_views = (MatrixView.whole(shape),) if packed is None else unpack_matrix_views(packed)
+    return ParameterRoute(name, shape, "matrix", matrix_views, True, "the group says so", "")
 
 
 def describe_torch_group(group: Group) -> str:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_emopt.distributed.layout import Grid, grid_of, local_tensor, slices, storage_of
-from hf_emopt.distributed.plan import Segment
+from hf_emopt.distributed.plan import OwnedRegion
 from hf_emopt.engine.engine import Engine
 from hf_emopt.formats.master_weights import WEIGHT_STATE, load_weights, needs_master, store_weights
 from hf_emopt.optimizers.base import MatrixOptimizer
@@ -57,51 +57,59 @@ def scale_slices(
     grid = grid_of(name, param, "self")
     storage, local = storage_of(param, grid), local_tensor(param)
     mine = {key: local_tensor(state[key]) for key in WEIGHT_STATE if key in state}
-    for box, place in storage.held(grid.shard):
+    for region, place in storage.held(grid.shard):
         where = slices(place)
         part = {key: value[where] for key, value in mine.items()}
-        _scale(local[where], part, factors[slice(*box[dim])], dim, zero_centered, policy, noise)
+        _scale(local[where], part, factors[slice(*region[dim])], dim, zero_centered, policy, noise)
 
 
-def _owned(engine: Engine, param: Tensor) -> tuple[Grid, list[Segment]] | None:
-    """The ranks that hold copies of a parameter whose state lies with owners, and the segments that are this rank's."""
+def _owned(engine: Engine, param: Tensor) -> tuple[Grid, list[OwnedRegion]] | None:
+    """The ranks that hold copies of a parameter whose state lies with owners, and the owned regions that are this rank's."""
     for plan in (engine.plan, engine.aux_plan):
         for bucket in plan.buckets:
             for i in range(len(bucket.parameters)):
                 if engine.parameter(bucket, i) is param:
-                    segments = engine.states.owned(bucket, i)
-                    return None if segments is None else (engine.grid_of_bucket(bucket), segments)
+                    owned_regions = engine.states.owned(bucket, i)
+                    return None if owned_regions is None else (engine.grid_of_bucket(bucket), owned_regions)
     return None
 
 
 def _scale_owned(
     param: Tensor,
     state: State,
-    owned: tuple[Grid, list[Segment]],
+    owned: tuple[Grid, list[OwnedRegion]],
     factors: Tensor,
     dim: int,
     zero_centered: bool,
     policy: str,
     noise: torch.Generator | None,
 ) -> None:
-    """Owners scale their segments, and all ranks take the slices that changed from them."""
-    grid, segments = owned
+    """Owners scale their owned regions, and all ranks take the slices that changed from them."""
+    grid, owned_regions = owned
     offset = 0
-    for segment in segments:
-        length = segment.shape[segment.dim]
-        whole = segment.shape == tuple(param.shape)
+    for owned_region in owned_regions:
+        length = owned_region.shape[owned_region.dim]
+        whole = owned_region.shape == tuple(param.shape)
         part = {
-            key: state[key] if whole else state[key].narrow(segment.dim, offset, length)
+            key: state[key] if whole else state[key].narrow(owned_region.dim, offset, length)
             for key in WEIGHT_STATE
             if key in state
         }
         offset += length
-        _scale(param[slices(segment.box)], part, factors[slice(*segment.box[dim])], dim, zero_centered, policy, noise)
+        _scale(
+            param[slices(owned_region.region)],
+            part,
+            factors[slice(*owned_region.region[dim])],
+            dim,
+            zero_centered,
+            policy,
+            noise,
+        )
     changed = (factors != 1).nonzero().flatten().to(param.device)
     # In float32, which holds every 16-bit number and which every backend adds; all but the owner add zeros.
     mine = torch.zeros(param.shape, dtype=torch.float32, device=param.device)
-    for segment in segments:
-        mine[slices(segment.box)] = param[slices(segment.box)].float()
+    for owned_region in owned_regions:
+        mine[slices(owned_region.region)] = param[slices(owned_region.region)].float()
     sent = mine.index_select(dim, changed)
     dist.all_reduce(sent, group=grid.replica_group)
     param.index_copy_(dim, changed, sent.to(param.dtype))

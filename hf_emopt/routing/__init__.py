@@ -1,6 +1,7 @@
 """Routing: which parts of which parameter are matrices, decided by the types of the modules that use them."""
 
 from hf_emopt.routing.architectures import ArchitectureRule, register_architecture
+from hf_emopt.routing.matrix_view import MatrixView
 from hf_emopt.routing.parameter import Decision, ParameterInfo, aux, matrix
 from hf_emopt.routing.route import (
     ParameterRoute,
@@ -10,15 +11,14 @@ from hf_emopt.routing.route import (
     route_parameters,
     route_parameters_list,
 )
-from hf_emopt.routing.unit import Unit
 
 __all__ = [
     "ArchitectureRule",
     "Decision",
+    "MatrixView",
     "ParameterInfo",
     "ParameterRoute",
     "RouteTable",
-    "Unit",
     "aux",
     "coverage_warning",
     "matrix",

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from torch import nn
 
 from hf_emopt.routing.layouts import Parts, expert_stack, grouped_rows, rows
+from hf_emopt.routing.matrix_view import MatrixView
 from hf_emopt.routing.parameter import ArchitectureRule, Decision, ParameterInfo, class_names, matrix, setting
-from hf_emopt.routing.unit import Unit
 
 __all__ = [
     "bare_projection",
@@ -81,8 +81,8 @@ def zamba_in_proj(parameter: ParameterInfo, module: nn.Module, relative: str) ->
     """Zamba's ``in_proj``: rows of x and of the gate take turns."""
     if relative != "in_proj.weight" or parameter.shape[0] % 2:
         return None
-    units = grouped_rows(parameter.shape, parameter.shape[0] // 2, (("x", 1), ("z", 1)))
-    return matrix(units, "fused x, z row by row, split")
+    matrix_views = grouped_rows(parameter.shape, parameter.shape[0] // 2, (("x", 1), ("z", 1)))
+    return matrix(matrix_views, "fused x, z row by row, split")
 
 
 # --- gated MLPs and experts -------------------------------------------------------------------------------------------
@@ -102,10 +102,10 @@ def flagged_experts(parameter: ParameterInfo, module: nn.Module, relative: str) 
     fused = relative == "gate_up_proj" and bool(module.has_gate)
     names = ("gate", "up") if fused else ()
     interleaved = not module.is_concatenated
-    units = expert_stack(parameter.shape, names, transposed=transposed, interleaved=interleaved)
+    matrix_views = expert_stack(parameter.shape, names, transposed=transposed, interleaved=interleaved)
     layout = ("interleaved " if interleaved else "") + "gate, up, split; " if fused else ""
     reason = f"expert stack, {layout}batch of experts" + ("; stored (in, out)" if transposed else "")
-    return matrix(units, reason, "expert")
+    return matrix(matrix_views, reason, "expert")
 
 
 def plain_experts(*, transposed: bool) -> ArchitectureRule:
@@ -116,8 +116,8 @@ def plain_experts(*, transposed: bool) -> ArchitectureRule:
             return None
         names = ("gate", "up") if relative == "gate_up_proj" else ()
         reason = f"expert stack, {'gate, up, split; ' if names else ''}batch of experts"
-        units = expert_stack(parameter.shape, names, transposed=transposed)
-        return matrix(units, reason + ("; stored (in, out)" if transposed else ""), "expert")
+        matrix_views = expert_stack(parameter.shape, names, transposed=transposed)
+        return matrix(matrix_views, reason + ("; stored (in, out)" if transposed else ""), "expert")
 
     return rule
 
@@ -128,7 +128,7 @@ def bare_projection(name: str) -> ArchitectureRule:
     def rule(parameter: ParameterInfo, module: nn.Module, relative: str) -> Decision | None:
         if relative != name:
             return None
-        return matrix((Unit.whole(parameter.shape, transposed=True),), "bare projection stored (in, out)")
+        return matrix((MatrixView.whole(parameter.shape, transposed=True),), "bare projection stored (in, out)")
 
     return rule
 
@@ -139,16 +139,16 @@ def dbrx_experts(parameter: ParameterInfo, module: nn.Module, relative: str) -> 
     if relative not in ("w1", "v1", "w2") or not count or parameter.shape[0] % count:
         return None
     view = (count, parameter.shape[0] // count, parameter.shape[1])
-    units = expert_stack(view, transposed=relative == "w2")
-    return matrix(units, "expert stack in two dimensions, batch of experts", "expert")
+    matrix_views = expert_stack(view, transposed=relative == "w2")
+    return matrix(matrix_views, "expert stack in two dimensions, batch of experts", "expert")
 
 
 def jetmoe_input(parameter: ParameterInfo, module: nn.Module, relative: str) -> Decision | None:
     """JetMoE: ``input_linear`` is a stack ``(E, 2 I, H)`` of [gate; up]."""
     if relative != "input_linear.weight" or len(parameter.shape) != 3:
         return None
-    units = expert_stack(parameter.shape, ("gate", "up"))
-    return matrix(units, "expert stack, gate, up, split; batch of experts", "expert")
+    matrix_views = expert_stack(parameter.shape, ("gate", "up"))
+    return matrix(matrix_views, "expert stack, gate, up, split; batch of experts", "expert")
 
 
 def xlnet(parameter: ParameterInfo, module: nn.Module, relative: str) -> Decision | None:
@@ -156,12 +156,14 @@ def xlnet(parameter: ParameterInfo, module: nn.Module, relative: str) -> Decisio
     if relative not in ("q", "k", "v", "o", "r") or len(parameter.shape) != 3:
         return None
     if relative == "o":
-        return matrix((Unit("o", parameter.shape, rows=(0,), cols=(1, 2)),), "projection of all heads", "attention")
+        return matrix(
+            (MatrixView("o", parameter.shape, rows=(0,), cols=(1, 2)),), "projection of all heads", "attention"
+        )
     if parameter.per_head:
-        unit = Unit(relative, parameter.shape, rows=(2,), cols=(0,), batch=(1,))
-        return matrix((unit,), "one matrix per head; stored (in, out)", "attention")
+        matrix_view = MatrixView(relative, parameter.shape, rows=(2,), cols=(0,), batch=(1,))
+        return matrix((matrix_view,), "one matrix per head; stored (in, out)", "attention")
     return matrix(
-        (Unit(relative, parameter.shape, rows=(1, 2), cols=(0,)),), "projection; stored (in, out)", "attention"
+        (MatrixView(relative, parameter.shape, rows=(1, 2), cols=(0,)),), "projection; stored (in, out)", "attention"
     )
 
 
@@ -173,11 +175,13 @@ def multihead_attention(parameter: ParameterInfo, module: nn.Module, relative: s
     head = setting(module, "head_dim") if parameter.per_head else None
     if relative == "in_proj_weight":
         size = parameter.shape[0] // 3
-        units = rows(parameter.shape, (("q", size), ("k", size), ("v", size)), head_dim=head)
-        return matrix(units, "fused q, k, v, one matrix per head" if head else "fused q, k, v, split", "attention")
+        matrix_views = rows(parameter.shape, (("q", size), ("k", size), ("v", size)), head_dim=head)
+        return matrix(
+            matrix_views, "fused q, k, v, one matrix per head" if head else "fused q, k, v, split", "attention"
+        )
     if relative in ("q_proj_weight", "k_proj_weight", "v_proj_weight"):
-        units = rows(parameter.shape, ((relative[0], parameter.shape[0]),), head_dim=head)
-        return matrix(units, "one matrix per head" if head else "projection", "attention")
+        matrix_views = rows(parameter.shape, ((relative[0], parameter.shape[0]),), head_dim=head)
+        return matrix(matrix_views, "one matrix per head" if head else "projection", "attention")
     return None
 
 
@@ -191,7 +195,7 @@ def recurrent(parameter: ParameterInfo, module: nn.Module, relative: str) -> Dec
     if parameter.shape[0] != len(gates) * hidden:
         return None
     if len(gates) == 1:
-        return matrix((Unit.whole(parameter.shape),), "recurrent weight")
+        return matrix((MatrixView.whole(parameter.shape),), "recurrent weight")
     return matrix(
         rows(parameter.shape, tuple((gate, hidden) for gate in gates)), f"fused gates {', '.join(gates)}, split"
     )

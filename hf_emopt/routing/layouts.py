@@ -1,4 +1,4 @@
-"""Builders of :class:`Unit` for the ways in which models store several matrices in one parameter.
+"""Builders of :class:`MatrixView` for the ways in which models store several matrices in one parameter.
 
 ``parts`` is always a sequence of ``(name, rows)`` in storage order; the rows add up to the outputs of the parameter (of
 one group, of one expert). ``head_dim`` asks for one matrix per attention head: an ``int`` for every part or a mapping
@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
-from hf_emopt.routing.unit import Unit
+from hf_emopt.routing.matrix_view import MatrixView
 
 __all__ = ["conv", "expert_stack", "grouped_rows", "heads", "rows", "transposed_conv"]
 
@@ -33,48 +33,56 @@ def _bounds(parts: Parts, total: int) -> list[tuple[str, int, int]]:
     return [(name, stop - size, stop) for (name, size), stop in zip(parts, stops, strict=True)]
 
 
-def rows(shape: Sequence[int], parts: Parts, *, transposed: bool = False, head_dim: HeadDim = None) -> tuple[Unit, ...]:
+def rows(
+    shape: Sequence[int], parts: Parts, *, transposed: bool = False, head_dim: HeadDim = None
+) -> tuple[MatrixView, ...]:
     """Matrices stored one after the other along the outputs of a 2-D parameter.
 
     Args:
         shape: ``(out, in)``, or ``(in, out)`` when ``transposed``.
         parts: name and number of outputs of every matrix, in storage order.
         transposed: the outputs lie along dimension 1, as in GPT-2's ``Conv1D``.
-        head_dim: outputs per head; gives a unit ``(heads, head_dim, in)`` for the parts that it names.
+        head_dim: outputs per head; gives a matrix view ``(heads, head_dim, in)`` for the parts that it names.
 
     Raises:
         ValueError: the parts do not add up to the outputs, or ``head_dim`` does not divide a part.
     """
     out, inp = (shape[1], shape[0]) if transposed else (shape[0], shape[1])
-    units = []
+    matrix_views = []
     for name, start, stop in _bounds(parts, out):
         width = _head_dim(head_dim, name)
         if width is None:
             view = (inp, out) if transposed else (out, inp)
             dim = 1 if transposed else 0
-            units.append(Unit(name, view, rows=(dim,), cols=(1 - dim,), dim=dim, start=start, stop=stop))
+            matrix_views.append(MatrixView(name, view, rows=(dim,), cols=(1 - dim,), dim=dim, start=start, stop=stop))
             continue
         if start % width or stop % width or out % width:
             raise ValueError(f"part {name!r} at rows {start}:{stop} of {out} does not consist of heads of {width} rows")
         cut = {"start": start // width, "stop": stop // width}
         if transposed:
-            units.append(Unit(name, (inp, out // width, width), rows=(2,), cols=(0,), batch=(1,), dim=1, **cut))
+            matrix_views.append(
+                MatrixView(name, (inp, out // width, width), rows=(2,), cols=(0,), batch=(1,), dim=1, **cut)
+            )
         else:
-            units.append(Unit(name, (out // width, width, inp), rows=(1,), cols=(2,), batch=(0,), dim=0, **cut))
-    return tuple(units)
+            matrix_views.append(
+                MatrixView(name, (out // width, width, inp), rows=(1,), cols=(2,), batch=(0,), dim=0, **cut)
+            )
+    return tuple(matrix_views)
 
 
-def heads(shape: Sequence[int], head_dim: int, *, name: str = "", transposed: bool = False) -> tuple[Unit, ...]:
+def heads(shape: Sequence[int], head_dim: int, *, name: str = "", transposed: bool = False) -> tuple[MatrixView, ...]:
     """One projection ``(heads * head_dim, in)`` as a batch of heads ``(heads, head_dim, in)``."""
     out = shape[1] if transposed else shape[0]
     return rows(shape, ((name, out),), transposed=transposed, head_dim=head_dim)
 
 
-def grouped_rows(shape: Sequence[int], groups: int, parts: Parts, *, head_dim: HeadDim = None) -> tuple[Unit, ...]:
+def grouped_rows(
+    shape: Sequence[int], groups: int, parts: Parts, *, head_dim: HeadDim = None
+) -> tuple[MatrixView, ...]:
     """Matrices interleaved along the outputs: every one of ``groups`` equal blocks of rows holds a piece of each.
 
     GPT-NeoX stores ``[q, k, v]`` for head 0, then for head 1, and so on: ``groups`` is the number of heads and every
-    part has ``head_dim`` rows. The unit gathers the pieces of a part from all groups.
+    part has ``head_dim`` rows. The matrix view gathers the pieces of a part from all groups.
 
     Args:
         shape: ``(out, in)``.
@@ -89,11 +97,13 @@ def grouped_rows(shape: Sequence[int], groups: int, parts: Parts, *, head_dim: H
     if out % groups:
         raise ValueError(f"{out} rows do not consist of {groups} equal groups")
     block = out // groups
-    units = []
+    matrix_views = []
     for name, start, stop in _bounds(parts, block):
         width = _head_dim(head_dim, name)
         if width is None:
-            units.append(Unit(name, (groups, block, inp), rows=(0, 1), cols=(2,), dim=1, start=start, stop=stop))
+            matrix_views.append(
+                MatrixView(name, (groups, block, inp), rows=(0, 1), cols=(2,), dim=1, start=start, stop=stop)
+            )
             continue
         if start % width or stop % width or block % width:
             raise ValueError(
@@ -101,13 +111,13 @@ def grouped_rows(shape: Sequence[int], groups: int, parts: Parts, *, head_dim: H
             )
         view = (groups, block // width, width, inp)
         cut = {"start": start // width, "stop": stop // width}
-        units.append(Unit(name, view, rows=(2,), cols=(3,), batch=(0, 1), dim=1, **cut))
-    return tuple(units)
+        matrix_views.append(MatrixView(name, view, rows=(2,), cols=(3,), batch=(0, 1), dim=1, **cut))
+    return tuple(matrix_views)
 
 
 def expert_stack(
     shape: Sequence[int], names: Sequence[str] = (), *, transposed: bool = False, interleaved: bool = False
-) -> tuple[Unit, ...]:
+) -> tuple[MatrixView, ...]:
     """A stack of experts ``(E, out, in)``, or ``(E, in, out)`` when ``transposed``, as a batch of ``E`` matrices.
 
     Args:
@@ -119,32 +129,32 @@ def expert_stack(
     dims = tuple(shape)
     out_dim, in_dim = (2, 1) if transposed else (1, 2)
     if len(names) <= 1:
-        return (Unit(names[0] if names else "", dims, rows=(out_dim,), cols=(in_dim,), batch=(0,)),)
+        return (MatrixView(names[0] if names else "", dims, rows=(out_dim,), cols=(in_dim,), batch=(0,)),)
     out, count = dims[out_dim], len(names)
     if out % count:
         raise ValueError(f"{out} outputs per expert cannot hold {count} fused matrices {tuple(names)}")
-    units = []
+    matrix_views = []
     for i, name in enumerate(names):
         cut = (i, out, count) if interleaved else (i * (out // count), (i + 1) * (out // count), 1)
         start, stop, step = cut
-        units.append(
-            Unit(
+        matrix_views.append(
+            MatrixView(
                 name, dims, rows=(out_dim,), cols=(in_dim,), batch=(0,), dim=out_dim, start=start, stop=stop, step=step
             )
         )
-    return tuple(units)
+    return tuple(matrix_views)
 
 
-def conv(shape: Sequence[int], groups: int) -> tuple[Unit, ...]:
+def conv(shape: Sequence[int], groups: int) -> tuple[MatrixView, ...]:
     """A convolution ``(out, in / g, *kernel)`` as ``g`` matrices ``(out / g, in / g * prod(kernel))``."""
     out, inp, *kernel = shape
     if groups == 1:
-        return (Unit("", tuple(shape), rows=(0,), cols=tuple(range(1, len(shape)))),)
+        return (MatrixView("", tuple(shape), rows=(0,), cols=tuple(range(1, len(shape)))),)
     view = (groups, out // groups, inp * math.prod(kernel))
-    return (Unit("", view, rows=(1,), cols=(2,), batch=(0,)),)
+    return (MatrixView("", view, rows=(1,), cols=(2,), batch=(0,)),)
 
 
-def transposed_conv(shape: Sequence[int], groups: int) -> tuple[Unit, ...]:
+def transposed_conv(shape: Sequence[int], groups: int) -> tuple[MatrixView, ...]:
     """A transposed convolution ``(in, out / g, *kernel)`` as ``g`` matrices ``(out / g * prod(kernel), in / g)``.
 
     Every input pixel is mapped to a patch of outputs, so the kernel counts with the outputs.
@@ -152,5 +162,5 @@ def transposed_conv(shape: Sequence[int], groups: int) -> tuple[Unit, ...]:
     inp, out, *kernel = shape
     view = (groups, inp // groups, out * math.prod(kernel))
     if groups == 1:
-        return (Unit("", view[1:], rows=(1,), cols=(0,)),)
-    return (Unit("", view, rows=(2,), cols=(1,), batch=(0,)),)
+        return (MatrixView("", view[1:], rows=(1,), cols=(0,)),)
+    return (MatrixView("", view, rows=(2,), cols=(1,), batch=(0,)),)

@@ -12,9 +12,9 @@ from dataclasses import replace
 from torch import nn
 
 from hf_emopt.routing.lora import Adapter
+from hf_emopt.routing.matrix_view import MatrixView
 from hf_emopt.routing.parameter import ParameterInfo
 from hf_emopt.routing.table import ParameterRoute
-from hf_emopt.routing.unit import Unit
 
 __all__ = ["adapter_side", "link_adapters"]
 
@@ -56,7 +56,7 @@ def link_adapters(routes: Sequence[ParameterRoute], infos: dict[str, ParameterIn
             continue
         side, layer = found
         partner = by_name.get(_partner_name(route.name, side))
-        units, factors = _factors(route, partner, side)
+        matrix_views, factors = _factors(route, partner, side)
         adapter = Adapter(
             side=_SIDES[side],
             partner="" if partner is None else partner.name,
@@ -70,7 +70,7 @@ def link_adapters(routes: Sequence[ParameterRoute], infos: dict[str, ParameterIn
             _check_pair(route, partner, factors, layer)
             reason = "LoRA adapter: one matrix with its partner"
             adapter = replace(adapter, joint=True)
-            route = replace(route, kind="matrix", units=(units,), reason=reason, role="adapter")
+            route = replace(route, kind="matrix", matrix_views=(matrix_views,), reason=reason, role="adapter")
         linked.append(replace(route, adapter=adapter))
     return linked
 
@@ -90,7 +90,9 @@ def _scaling(layer: nn.Module | None, info: ParameterInfo, side: str) -> float:
     return float(value) if isinstance(value, (int, float)) and value > 0 else 1.0
 
 
-def _factors(route: ParameterRoute, partner: ParameterRoute | None, side: str) -> tuple[Unit, dict[str, Unit]]:
+def _factors(
+    route: ParameterRoute, partner: ParameterRoute | None, side: str
+) -> tuple[MatrixView, dict[str, MatrixView]]:
     """This factor with ``rank`` columns, and both by side; the latter empty where they do not fit together."""
     own = _tall(route, side)
     if partner is None:
@@ -104,21 +106,25 @@ def _factors(route: ParameterRoute, partner: ParameterRoute | None, side: str) -
     return (a if _SIDES[side] == "A" else b), {"A": a, "B": b}
 
 
-def _tall(route: ParameterRoute, side: str) -> Unit:
+def _tall(route: ParameterRoute, side: str) -> MatrixView:
     """A factor as ``(B, outputs or inputs, rank)``."""
-    unit = route.units[0] if len(route.units) == 1 else Unit("", route.shape, (0,), tuple(range(1, len(route.shape))))
-    return replace(unit, rows=unit.cols, cols=unit.rows) if _SIDES[side] == "A" else unit
+    matrix_view = (
+        route.matrix_views[0]
+        if len(route.matrix_views) == 1
+        else MatrixView("", route.shape, (0,), tuple(range(1, len(route.shape))))
+    )
+    return replace(matrix_view, rows=matrix_view.cols, cols=matrix_view.rows) if _SIDES[side] == "A" else matrix_view
 
 
-def _by_groups(unit: Unit, groups: int) -> Unit:
-    rank = unit.view[0]
-    rest = unit.view[1:]
+def _by_groups(matrix_view: MatrixView, groups: int) -> MatrixView:
+    rank = matrix_view.view[0]
+    rest = matrix_view.view[1:]
     count = len(rest)
-    return Unit("", (groups, rank // groups, *rest), rows=tuple(range(2, 2 + count)), cols=(1,), batch=(0,))
+    return MatrixView("", (groups, rank // groups, *rest), rows=tuple(range(2, 2 + count)), cols=(1,), batch=(0,))
 
 
 def _check_pair(
-    route: ParameterRoute, partner: ParameterRoute | None, factors: dict[str, Unit], layer: nn.Module | None
+    route: ParameterRoute, partner: ParameterRoute | None, factors: dict[str, MatrixView], layer: nn.Module | None
 ) -> None:
     instead = "use lora='separate', or name it in aux_modules"
     if partner is None:

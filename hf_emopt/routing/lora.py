@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["Adapter", "LORA_MODES", "LoraMode", "pack_adapter", "unpack_adapter"]
+__all__ = ["LORA_MODES", "Adapter", "LoraMode", "pack_adapter", "unpack_adapter"]
 
 
 LoraMode = Literal["separate", "joint"]

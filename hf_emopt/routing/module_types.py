@@ -10,8 +10,8 @@ from torch import nn
 from hf_emopt.routing.architectures import family_rule
 from hf_emopt.routing.embeddings import is_embedding, is_linear
 from hf_emopt.routing.layouts import conv, expert_stack, heads, transposed_conv
+from hf_emopt.routing.matrix_view import MatrixView
 from hf_emopt.routing.parameter import Decision, ParameterInfo, aux, class_names, head_size, matrix
-from hf_emopt.routing.unit import Unit
 
 __all__ = ["decide"]
 
@@ -54,7 +54,7 @@ def decide(info: ParameterInfo, special: dict[int, tuple[str, str]]) -> Decision
         special: embeddings and heads, see :func:`special_parameters`.
 
     Raises:
-        ValueError: a rule's units do not cover the parameter exactly.
+        ValueError: a rule's matrix views do not cover the parameter exactly.
     """
     if not info.parameter.is_floating_point():
         return aux("quantized storage", "quantized")
@@ -77,12 +77,12 @@ def decide(info: ParameterInfo, special: dict[int, tuple[str, str]]) -> Decision
 def _check_cover(info: ParameterInfo, decision: Decision) -> None:
     if decision.kind != "matrix":
         return
-    covered = sum(unit.numel for unit in decision.units)
-    if covered != info.numel or any(_numel(unit.view) != info.numel for unit in decision.units):
-        shapes = [unit.shape for unit in decision.units]
+    covered = sum(matrix_view.numel for matrix_view in decision.matrix_views)
+    if covered != info.numel or any(_numel(matrix_view.view) != info.numel for matrix_view in decision.matrix_views):
+        shapes = [matrix_view.shape for matrix_view in decision.matrix_views]
         raise ValueError(
-            f"{info.name}: units {shapes} cover {covered} elements of shape {info.shape} ({info.numel}); the rule that "
-            f"says {decision.reason!r} does not fit this module, register_architecture one that does"
+            f"{info.name}: matrix views {shapes} cover {covered} elements of shape {info.shape} ({info.numel}); the "
+            f"rule that says {decision.reason!r} does not fit this module, register_architecture one that does"
         )
 
 
@@ -135,11 +135,11 @@ def _adapter(info: ParameterInfo) -> Decision | None:
     if isinstance(experts, int) and experts > 1:
         out, inp = info.shape
         if side == "lora_A":  # rows: expert, rank
-            unit = Unit("", (experts, out // experts, inp), rows=(1,), cols=(2,), batch=(0,))
+            matrix_view = MatrixView("", (experts, out // experts, inp), rows=(1,), cols=(2,), batch=(0,))
         else:  # columns: rank, expert
-            unit = Unit("", (out, inp // experts, experts), rows=(0,), cols=(1,), batch=(2,))
-        return matrix((unit,), "LoRA adapter of an expert stack, batch of experts", "adapter")
-    return matrix((Unit.whole(info.shape),), "LoRA adapter", "adapter")
+            matrix_view = MatrixView("", (out, inp // experts, experts), rows=(0,), cols=(1,), batch=(2,))
+        return matrix((matrix_view,), "LoRA adapter of an expert stack, batch of experts", "adapter")
+    return matrix((MatrixView.whole(info.shape),), "LoRA adapter", "adapter")
 
 
 def _router(info: ParameterInfo) -> Decision | None:
@@ -193,13 +193,13 @@ def _conv1d(info: ParameterInfo) -> Decision | None:
     """transformers' ``Conv1D``: a linear map stored ``(in, out)``."""
     if "Conv1D" not in class_names(info.owner) or len(info.shape) != 2 or info.leaf != "weight":
         return None
-    return matrix((Unit.whole(info.shape, transposed=True),), "Conv1D: linear map stored (in, out)")
+    return matrix((MatrixView.whole(info.shape, transposed=True),), "Conv1D: linear map stored (in, out)")
 
 
 def _linear(info: ParameterInfo) -> Decision | None:
     if not is_linear(info.owner) or len(info.shape) != 2 or info.leaf != "weight":
         return None
-    whole = (Unit.whole(info.shape),)
+    whole = (MatrixView.whole(info.shape),)
     if _FUSED_NAMES.match(info.component):
         note = "linear map; its name says fused, its layout is unknown: kept whole (register_architecture splits it)"
         return matrix(whole, note)
@@ -229,8 +229,8 @@ def _experts(info: ParameterInfo) -> Decision | None:
     transposed = info.shape[1 if into else 2] == width and info.shape[2 if into else 1] != width
     note = "; its name says fused, its layout is unknown: kept whole" if "gate_up" in info.leaf else ""
     stored = "(in, out)" if transposed else "(out, in)"
-    units = expert_stack(info.shape, transposed=transposed)
-    return matrix(units, f"expert stack, batch of experts; taken as {stored}{note}", "expert")
+    matrix_views = expert_stack(info.shape, transposed=transposed)
+    return matrix(matrix_views, f"expert stack, batch of experts; taken as {stored}{note}", "expert")
 
 
 def _embedding_table(info: ParameterInfo) -> Decision | None:

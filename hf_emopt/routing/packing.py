@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from hf_emopt.routing.lora import Adapter, unpack_adapter
-from hf_emopt.routing.unit import Unit
+from hf_emopt.routing.matrix_view import MatrixView
 
-__all__ = ["STRUCTURAL_KEYS", "adapter_at", "pack_units", "unpack_units"]
+__all__ = ["STRUCTURAL_KEYS", "adapter_at", "pack_matrix_views", "unpack_matrix_views"]
 
 
 STRUCTURAL_KEYS = (
@@ -17,17 +17,19 @@ STRUCTURAL_KEYS = (
 """Group keys that describe the live model and how it is laid out; a loaded checkpoint never overrides them."""
 
 
-def pack_units(units: Sequence[Unit]) -> list[tuple[Any, ...]]:
-    """Units as plain tuples, the form kept in ``param_groups``."""
-    return [(u.name, u.view, u.rows, u.cols, u.batch, u.dim, u.start, u.stop, u.step) for u in units]
+def pack_matrix_views(matrix_views: Sequence[MatrixView]) -> list[tuple[Any, ...]]:
+    """Matrix views as plain tuples, the form kept in ``param_groups``."""
+    return [(u.name, u.view, u.rows, u.cols, u.batch, u.dim, u.start, u.stop, u.step) for u in matrix_views]
 
 
-def unpack_units(packed: Sequence[Sequence[Any]]) -> tuple[Unit, ...]:
-    """The inverse of :func:`pack_units`."""
-    units = []
+def unpack_matrix_views(packed: Sequence[Sequence[Any]]) -> tuple[MatrixView, ...]:
+    """The inverse of :func:`pack_matrix_views`."""
+    matrix_views = []
     for name, view, rows, cols, batch, dim, start, stop, step in packed:
-        units.append(Unit(name, tuple(view), tuple(rows), tuple(cols), tuple(batch), dim, start, stop, step))
-    return tuple(units)
+        matrix_views.append(
+            MatrixView(name, tuple(view), tuple(rows), tuple(cols), tuple(batch), dim, start, stop, step)
+        )
+    return tuple(matrix_views)
 
 
 def adapter_at(group: dict[str, Any], position: int) -> Adapter | None:

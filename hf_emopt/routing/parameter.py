@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hf_emopt.routing.unit import Unit
+from hf_emopt.routing.matrix_view import MatrixView
 
 __all__ = [
     "ArchitectureRule",
@@ -36,20 +36,20 @@ class Decision:
 
     Attributes:
         kind: ``"matrix"`` or ``"aux"``.
-        units: the matrices inside the parameter, which cover each element once; empty for ``"aux"``.
+        matrix_views: the matrices inside the parameter, which cover each element once; empty for ``"aux"``.
         reason: why, for a human; the same text for the same parameter of every layer.
         role: ``"embedding"``, ``"head"``, ``"router"``, ``"norm"``, ``"bias"`` ...; used for counting.
     """
 
     kind: str
-    units: tuple[Unit, ...]
+    matrix_views: tuple[MatrixView, ...]
     reason: str
     role: str
 
 
-def matrix(units: tuple[Unit, ...], reason: str, role: str = "linear") -> Decision:
+def matrix(matrix_views: tuple[MatrixView, ...], reason: str, role: str = "linear") -> Decision:
     """The parameter holds matrices."""
-    return Decision("matrix", units, reason, role)
+    return Decision("matrix", matrix_views, reason, role)
 
 
 def aux(reason: str, role: str) -> Decision:

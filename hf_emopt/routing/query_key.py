@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from hf_emopt.routing.architectures import family_rule
 from hf_emopt.routing.attention import is_latent_attention
+from hf_emopt.routing.matrix_view import MatrixView
 from hf_emopt.routing.overrides import Patterns
 from hf_emopt.routing.parameter import ParameterInfo, class_names, head_size, iter_parameters, setting
-from hf_emopt.routing.unit import Unit
 
 __all__ = ["HeadRows", "QueryKey", "find_query_key"]
 
@@ -203,9 +203,9 @@ class _Search:
         transposed = "Conv1D" in class_names(info.owner)
         decision = family_rule(info)
         if decision is not None and decision.kind == "matrix":
-            named = [unit for unit in decision.units if unit.name in ("q", "k")]
-            if named or decision.units[0].name:
-                return [(unit.name, _rows_of(unit), int(transposed)) for unit in named]
+            named = [matrix_view for matrix_view in decision.matrix_views if matrix_view.name in ("q", "k")]
+            if named or decision.matrix_views[0].name:
+                return [(matrix_view.name, _rows_of(matrix_view), int(transposed)) for matrix_view in named]
         side = "q" if part in _QUERY else "k" if part in _KEY else None
         if side is None or len(info.shape) != 2:
             if side is not None:
@@ -216,7 +216,7 @@ class _Search:
 
     def _is_fused(self, info: ParameterInfo) -> bool:
         decision = family_rule(info) if len(info.shape) == 2 else None
-        return decision is not None and any(unit.name in ("q", "k") for unit in decision.units)
+        return decision is not None and any(matrix_view.name in ("q", "k") for matrix_view in decision.matrix_views)
 
     def _check_whole(self, info: ParameterInfo) -> None:
         if len(info.shape) != 2 or tuple(info.parameter.shape) != info.shape:
@@ -313,10 +313,20 @@ def _training(found: Iterable[HeadRows]) -> tuple[HeadRows, ...]:
     return kept if any(r.name.endswith("weight") for r in kept) else ()
 
 
-def _rows_of(unit: Unit) -> Tensor:
-    """The outputs of a unit in the order of its rows, as indices along the parameter's outputs."""
-    view = tuple(1 if d in unit.cols else size for d, size in enumerate(unit.view))
-    flat = Unit(unit.name, view, unit.rows, unit.cols, unit.batch, unit.dim, unit.start, unit.stop, unit.step)
+def _rows_of(matrix_view: MatrixView) -> Tensor:
+    """The outputs of a matrix view in the order of its rows, as indices along the parameter's outputs."""
+    view = tuple(1 if d in matrix_view.cols else size for d, size in enumerate(matrix_view.view))
+    flat = MatrixView(
+        matrix_view.name,
+        view,
+        matrix_view.rows,
+        matrix_view.cols,
+        matrix_view.batch,
+        matrix_view.dim,
+        matrix_view.start,
+        matrix_view.stop,
+        matrix_view.step,
+    )
     return flat.extract(torch.arange(math.prod(view))).flatten()
 
 

@@ -11,11 +11,11 @@ from hf_emopt.routing.embeddings import special_parameters
 from hf_emopt.routing.layouts import conv
 from hf_emopt.routing.link_adapters import link_adapters
 from hf_emopt.routing.lora import LORA_MODES
+from hf_emopt.routing.matrix_view import MatrixView
 from hf_emopt.routing.module_types import decide
 from hf_emopt.routing.overrides import Patterns
 from hf_emopt.routing.parameter import Decision, ParameterInfo, aux, class_names, global_shape, iter_parameters, matrix
 from hf_emopt.routing.table import ParameterRoute, RouteTable, coverage_warning
-from hf_emopt.routing.unit import Unit
 
 __all__ = [
     "ParameterRoute",
@@ -103,7 +103,7 @@ def route_parameters(
                 name=name,
                 shape=group[0].shape,
                 kind=decision.kind,
-                units=decision.units,
+                matrix_views=decision.matrix_views,
                 decay=all(_decays(info, decision, no_decay) for info in group),
                 reason=decision.reason,
                 module_type=owner[0] if owner else type(group[0].owner).__name__,
@@ -122,7 +122,7 @@ def _agree(group: list[ParameterInfo], decisions: list[Decision]) -> Decision:
     if elementwise:
         rank = ("head", "embedding")  # a tied input embedding and head counts as an embedding
         return max(elementwise, key=lambda d: (rank.index(d.role) if d.role in rank else -1, d.reason))
-    if len({d.units for d in decisions}) > 1:
+    if len({d.matrix_views for d in decisions}) > 1:
         raise ValueError(
             f"{group[0].name} is tied to {', '.join(info.name for info in group[1:])}, and these uses need different "
             "matrices; name it in aux_modules"
@@ -155,17 +155,17 @@ def _override(
         return None
     used.add(wanted)
     natural = [decide(info, special) for info in group]
-    units = next((d.units for d in natural if d.kind == "matrix"), None) or _forced_units(group[0])
-    return matrix(units, f"matrix_modules {wanted!r}", "override")
+    matrix_views = next((d.matrix_views for d in natural if d.kind == "matrix"), None) or _forced_matrix_views(group[0])
+    return matrix(matrix_views, f"matrix_modules {wanted!r}", "override")
 
 
-def _forced_units(info: ParameterInfo) -> tuple[Unit, ...]:
+def _forced_matrix_views(info: ParameterInfo) -> tuple[MatrixView, ...]:
     """Matrices of a parameter that no rule takes for one: a convolution flattened, otherwise as it is stored."""
     if "Conv1D" in class_names(info.owner):
-        return (Unit.whole(info.shape, transposed=True),)
+        return (MatrixView.whole(info.shape, transposed=True),)
     if isinstance(info.owner, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
         return conv(info.shape, 1)
-    return (Unit.whole(info.shape),)
+    return (MatrixView.whole(info.shape),)
 
 
 def _check_vectors(vectors: dict[str, str], used: set[str]) -> None:
@@ -211,7 +211,7 @@ def _by_name(name: str, shape: tuple[int, ...]) -> Decision:
     ):  # fmt: skip
         if any(component.fullmatch(part) for part in (*path, leaf)):
             return aux(f"by name: {role}", role)
-    return matrix((Unit.whole(shape),), "by name: two dimensions, taken as stored (out, in)")
+    return matrix((MatrixView.whole(shape),), "by name: two dimensions, taken as stored (out, in)")
 
 
 def route_named_parameters(
@@ -260,7 +260,7 @@ def route_named_parameters(
                 names[0],
                 shape,
                 decision.kind,
-                decision.units,
+                decision.matrix_views,
                 decay,
                 decision.reason,
                 "",
@@ -293,7 +293,7 @@ def _override_by_name(
     if wanted is None:
         return None
     used.add(wanted)
-    return matrix((Unit.whole(shape),), f"matrix_modules {wanted!r}", "override")
+    return matrix((MatrixView.whole(shape),), f"matrix_modules {wanted!r}", "override")
 
 
 def route_parameters_list(params: Iterable[Tensor]) -> RouteTable:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, overload
 
-from hf_emopt.routing.unit import Unit
+from hf_emopt.routing.matrix_view import MatrixView
 
 if TYPE_CHECKING:
     from hf_emopt.routing.lora import Adapter
@@ -24,8 +24,8 @@ class ParameterRoute:
     Attributes:
         name: its name in ``model.named_parameters()``.
         shape: global shape, before any sharding.
-        kind: ``"matrix"``: its units are transformed as matrices; ``"aux"``: it is updated elementwise.
-        units: the matrices inside it, which cover each element once; empty for ``"aux"``.
+        kind: ``"matrix"``: its matrix views are transformed as matrices; ``"aux"``: it is updated elementwise.
+        matrix_views: the matrices inside it, which cover each element once; empty for ``"aux"``.
         decay: whether weight decay applies.
         reason: why it is routed so.
         module_type: class of the module that owns it.
@@ -38,7 +38,7 @@ class ParameterRoute:
     name: str
     shape: tuple[int, ...]
     kind: str
-    units: tuple[Unit, ...]
+    matrix_views: tuple[MatrixView, ...]
     decay: bool
     reason: str
     module_type: str
@@ -51,7 +51,7 @@ class ParameterRoute:
         """Transforms in an optimizer step: a LoRA pair that is stepped as one counts with its B."""
         if self.adapter is not None and self.adapter.joint and self.adapter.side == "A":
             return 0
-        return sum(unit.shape[0] for unit in self.units)
+        return sum(matrix_view.shape[0] for matrix_view in self.matrix_views)
 
     @property
     def numel(self) -> int:
@@ -126,7 +126,7 @@ class RouteTable(Sequence[ParameterRoute]):
         groups: dict[tuple[Any, ...], list[ParameterRoute]] = {}
         for route in self._routes:
             template = tuple("{}" if part.isdigit() else part for part in route.name.split("."))
-            key = (template, route.shape, route.kind, route.units, route.decay, route.reason, len(route.aliases))
+            key = (template, route.shape, route.kind, route.matrix_views, route.decay, route.reason, len(route.aliases))
             groups.setdefault(key, []).append(route)
         return [
             _row(folded, [route for route in routes if _numbers(route.name) in members])
@@ -175,7 +175,10 @@ class RouteTable(Sequence[ParameterRoute]):
                     "reason": route.reason,
                     "module_type": route.module_type,
                     "aliases": list(route.aliases),
-                    "units": [{"name": unit.name, "shape": list(unit.shape)} for unit in route.units],
+                    "units": [
+                        {"name": matrix_view.name, "shape": list(matrix_view.shape)}
+                        for matrix_view in route.matrix_views
+                    ],
                 }
                 for route in self._routes
             ],
@@ -189,9 +192,11 @@ class RouteTable(Sequence[ParameterRoute]):
         }
 
 
-def describe_units(units: Sequence[Unit]) -> str:
-    """``"q 1x2048x2048, k 1x512x2048"``: batch, outputs, inputs of every unit."""
-    return ", ".join(f"{unit.name} {'x'.join(map(str, unit.shape))}".strip() for unit in units)
+def describe_matrix_views(matrix_views: Sequence[MatrixView]) -> str:
+    """``"q 1x2048x2048, k 1x512x2048"``: batch, outputs, inputs of every matrix view."""
+    return ", ".join(
+        f"{matrix_view.name} {'x'.join(map(str, matrix_view.shape))}".strip() for matrix_view in matrix_views
+    )
 
 
 def _row(name: str, routes: Sequence[ParameterRoute]) -> dict[str, Any]:
@@ -203,7 +208,7 @@ def _row(name: str, routes: Sequence[ParameterRoute]) -> dict[str, Any]:
         "count": len(routes),
         "shape": first.shape,
         "kind": first.kind,
-        "units": describe_units(first.units),
+        "units": describe_matrix_views(first.matrix_views),
         "decay": first.decay,
         "reason": first.reason + tied,
         "numel": sum(route.numel for route in routes),

@@ -41,9 +41,9 @@ class Clock:
             skipped are counted too, since the host does not know of them.
         slots: for each matrix, the step within a period at which each piece of its periodic work is due, as
             :meth:`MatrixRule.periodic_costs` counts pieces; spread over the period by cost.
-        key: names the batch, when all its matrices are present and the unit state is the batch's own; ``None`` when the
-            unit state is a copy of some rows.
-        undisturbed: nobody reads or writes the unit state after the transform until the rule's ``join`` is called.
+        key: names the batch, when all its matrices are present and the matrix state is the batch's own; ``None`` when the
+            matrix state is a copy of some rows.
+        undisturbed: nobody reads or writes the matrix state after the transform until the rule's ``join`` is called.
     """
 
     rounds: tuple[int, ...]
@@ -105,7 +105,7 @@ class MatrixRule(ABC):
         """State with the parameter's shape, which lies and is sharded as the parameter is."""
         return {}
 
-    def init_unit_state(self, shape: tuple[int, int, int], group: Group, like: Tensor) -> dict[str, Tensor]:
+    def init_matrix_state(self, shape: tuple[int, int, int], group: Group, like: Tensor) -> dict[str, Tensor]:
         """State of ``(B, m, n)`` whole matrices, held by their owner: tensors whose first dimension is ``B``."""
         return {}
 
@@ -138,11 +138,11 @@ class MatrixRule(ABC):
 
     @abstractmethod
     def transform(
-        self, x: Tensor, unit_state: dict[str, Tensor], group: Group, ok: Tensor | None, clock: Clock
+        self, x: Tensor, matrix_state: dict[str, Tensor], group: Group, ok: Tensor | None, clock: Clock
     ) -> Tensor:
         """Whole-matrix phase: ``(B, m, n)`` of finite numbers to the update of the same shape.
 
-        ``unit_state`` is changed in place. The result is subtracted from the weights, times the learning rate alone.
+        ``matrix_state`` is changed in place. The result is subtracted from the weights, times the learning rate alone.
         """
 
     def update_gain(self, m: int, n: int, group: Group) -> float | None:
@@ -150,11 +150,11 @@ class MatrixRule(ABC):
         return None
 
     def has_momentum(self, group: Group) -> bool:
-        """Whether there is a first moment: in ``momentum_buffer`` beside the parameter, or in unit state."""
+        """Whether there is a first moment: in ``momentum_buffer`` beside the parameter, or in matrix state."""
         return True
 
-    def measure(self, unit_state: dict[str, Tensor], shape: tuple[int, int], group: Group) -> dict[str, Tensor]:
-        """Figures of ``(B, m, n)`` matrices from their unit state, for diagnostics: ``(B,)`` float32 each, by name.
+    def measure(self, matrix_state: dict[str, Tensor], shape: tuple[int, int], group: Group) -> dict[str, Tensor]:
+        """Figures of ``(B, m, n)`` matrices from their matrix state, for diagnostics: ``(B,)`` float32 each, by name.
 
         ``"momentum"`` is the squared norm of the first moment, ``"condition_number"`` the largest of the factors' and
         ``"failures"`` how often in a row a refresh has failed. Reads no device; changes nothing.
@@ -190,15 +190,15 @@ class MatrixRule(ABC):
         return False
 
     def transform_unscaled(
-        self, x: Tensor, unit_state: dict[str, Tensor], group: Group, ok: Tensor | None, clock: Clock
+        self, x: Tensor, matrix_state: dict[str, Tensor], group: Group, ok: Tensor | None, clock: Clock
     ) -> tuple[Tensor, float]:
         """:meth:`transform` as a tensor of any floating dtype, and a factor to multiply it by in float32."""
-        return self.transform(x, unit_state, group, ok, clock), 1.0
+        return self.transform(x, matrix_state, group, ok, clock), 1.0
 
     def transform_part(
         self,
         x: Tensor,
-        unit_state: dict[str, Tensor],
+        matrix_state: dict[str, Tensor],
         group: Group,
         ok: Tensor | None,
         clock: Clock,
@@ -208,7 +208,7 @@ class MatrixRule(ABC):
 
         What depends on the shape of a matrix alone, a scale, is that of the whole, ``full_shape``.
         """
-        return self.transform(x, unit_state, group, ok, clock)
+        return self.transform(x, matrix_state, group, ok, clock)
 
     def transform_pair(
         self,
@@ -236,7 +236,7 @@ class MatrixRule(ABC):
         return 1.0
 
     def settle(self, key: tuple[int, int], storage: dict[str, Tensor]) -> None:  # noqa: B027 - most have none
-        """Finishes work in the background for the batch ``key`` and writes it to the batch's unit state."""
+        """Finishes work in the background for the batch ``key`` and writes it to the batch's matrix state."""
 
     def to_mend(self, key: tuple[int, int]) -> frozenset[int]:
         """Matrices of the batch ``key`` whose moments :meth:`settle` will write to; of all others it writes none."""
@@ -244,7 +244,7 @@ class MatrixRule(ABC):
 
     def join(self) -> None:  # noqa: B027 - most have nothing
         """Makes the current stream wait for what :meth:`transform` has begun beside it; called before anybody else reads or
-        writes unit state, and before the next step."""
+        writes matrix state, and before the next step."""
 
     def forget(self) -> None:  # noqa: B027 - most have nothing
         """Before all state is replaced: what would still be done to that of the last step is not."""
@@ -268,12 +268,12 @@ class MatrixRule(ABC):
         return False
 
     def transform_shard(
-        self, x: Tensor, unit_state: dict[str, Tensor], group: Group, ok: Tensor | None, clock: Clock, shard: Shard
+        self, x: Tensor, matrix_state: dict[str, Tensor], group: Group, ok: Tensor | None, clock: Clock, shard: Shard
     ) -> Tensor:
         """:meth:`transform` for matrices cut over several ranks, all of which call it together.
 
-        ``x`` is this rank's ``(B, m_i, n)`` rows or ``(B, m, n_i)`` columns, ``unit_state`` was made by
-        :meth:`init_unit_state` for that shape, and the result is the same part of the whole update. State that does not
+        ``x`` is this rank's ``(B, m_i, n)`` rows or ``(B, m, n_i)`` columns, ``matrix_state`` was made by
+        :meth:`init_matrix_state` for that shape, and the result is the same part of the whole update. State that does not
         have the dimension that is cut is equal on all ranks.
 
         Raises:

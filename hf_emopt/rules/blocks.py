@@ -249,7 +249,7 @@ class BlockState:
         grads: ``(N * count, b1, ..., bk)``.
         count: blocks of this class in each matrix.
         first_piece: number of the first block's first preconditioned side among those of a matrix.
-        state: the batch's unit state.
+        state: the batch's matrix state.
     """
 
     index: int

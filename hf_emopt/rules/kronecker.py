@@ -204,16 +204,16 @@ class KroneckerRule(RefreshingRule):
 
     # ------------------------------------------------------------------ figures
 
-    def measure(self, unit_state: dict[str, Tensor], shape: tuple[int, int], group: Group) -> dict[str, Tensor]:
-        batch = unit_state["count"].shape[0]
+    def measure(self, matrix_state: dict[str, Tensor], shape: tuple[int, int], group: Group) -> dict[str, Tensor]:
+        batch = matrix_state["count"].shape[0]
         found = {}
-        momentum = self.momentum_square(unit_state)
+        momentum = self.momentum_square(matrix_state)
         if momentum is not None:
             found["momentum"] = momentum
         conditions, failures = [], []
         with self.precision(group):
             # Only shapes are asked of the gradient.
-            for block in self.blocks(torch.empty(batch, *shape, device="meta"), unit_state, group):
+            for block in self.blocks(torch.empty(batch, *shape, device="meta"), matrix_state, group):
                 for d in self.factored(block, group):
                     conditions.append(self.condition(block, d, group).view(batch, -1).amax(1))
                     failures.append(block.tensor("failures", d).clamp_min(0).view(batch, -1).amax(1))
@@ -222,10 +222,10 @@ class KroneckerRule(RefreshingRule):
             found["failures"] = torch.stack(failures).amax(0).float()
         return found
 
-    def momentum_square(self, unit_state: dict[str, Tensor]) -> Tensor | None:
+    def momentum_square(self, matrix_state: dict[str, Tensor]) -> Tensor | None:
         """Squared norm of each matrix's first moment, which a turn of the basis does not change: ``(B,)``."""
-        moments = [value for name, value in unit_state.items() if name.partition(".")[0] == "exp_avg"]
-        moments = moments or [value for name, value in unit_state.items() if name == "momentum_buffer"]
+        moments = [value for name, value in matrix_state.items() if name.partition(".")[0] == "exp_avg"]
+        moments = moments or [value for name, value in matrix_state.items() if name == "momentum_buffer"]
         return sum((m.flatten(1).square().sum(1) for m in moments), torch.zeros(())) if moments else None
 
     @abstractmethod

@@ -43,12 +43,12 @@ class Factor:
     Attributes:
         weight: ``(N, k, r)``, float32 or float64.
         message: momentum of the gradient, likewise.
-        unit_state: state of :meth:`~hf_emopt.rules.base.MatrixRule.init_unit_state` for that shape, updated in place.
+        unit_state: state of :meth:`~hf_emopt.rules.base.MatrixRule.init_matrix_state` for that shape, updated in place.
     """
 
     weight: Tensor
     message: Tensor
-    unit_state: dict[str, Tensor]
+    matrix_state: dict[str, Tensor]
 
 
 def inverse_sqrt(a: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ def pair_update(
         size: ``c``: largest singular value of each of the two terms of the product's update.
         reach: ``delta``, the smallest singular value that the product is taken to have: a learning rate times ``size``,
             divided by the largest relative change of ``still`` in a step.
-        polar: the polar factor of ``(N, k, r)``, given that factor's unit state.
+        polar: the polar factor of ``(N, k, r)``, given that factor's matrix state.
     """
     with matmul_precision("highest"):
         measure = inverse_sqrt(still.weight.mT @ still.weight)
@@ -89,7 +89,7 @@ def pair_update(
         other = inverse_sqrt(product + reach * reach * (measure @ measure))
         from_start = starting.message @ measure
         from_still = still.message @ other
-    step_start = polar(from_start, starting.unit_state)
-    step_still = polar(from_still, still.unit_state)
+    step_start = polar(from_start, starting.matrix_state)
+    step_still = polar(from_still, still.matrix_state)
     with matmul_precision("highest"):
         return (step_still @ other) * size, (step_start @ measure) * (size / scaling)

@@ -250,7 +250,7 @@ class MuonRule(MatrixRule):
         return update_scale(_compat(group).adjust_lr_fn or group["adjust_lr_fn"], m, n)
 
     def transform(
-        self, x: Tensor, unit_state: dict[str, Tensor], group: Group, ok: Tensor | None, clock: Clock
+        self, x: Tensor, matrix_state: dict[str, Tensor], group: Group, ok: Tensor | None, clock: Clock
     ) -> Tensor:
         return self.scaled(self.orthogonalize(x, group), group, x.dtype)
 
@@ -268,7 +268,7 @@ class MuonRule(MatrixRule):
         reach = group["lr"] * size / group["lora_max_change"]
         return pair_update(still, starting, scaling, size, reach, lambda x, state: self.pair_polar(x, state, group, ok))
 
-    def pair_polar(self, x: Tensor, unit_state: dict[str, Tensor], group: Group, ok: Tensor | None) -> Tensor:
+    def pair_polar(self, x: Tensor, matrix_state: dict[str, Tensor], group: Group, ok: Tensor | None) -> Tensor:
         """The polar factor of one side of a pair ``(N, k, r)``; turning its columns turns those of the result alike."""
         return self.orthogonalize(x, group).to(x.dtype)
 
@@ -281,16 +281,16 @@ class MuonRule(MatrixRule):
         return group["compat"] is None
 
     def transform_unscaled(
-        self, x: Tensor, unit_state: dict[str, Tensor], group: Group, ok: Tensor | None, clock: Clock
+        self, x: Tensor, matrix_state: dict[str, Tensor], group: Group, ok: Tensor | None, clock: Clock
     ) -> tuple[Tensor, float]:
         if group["compat"] is not None:
-            return super().transform_unscaled(x, unit_state, group, ok, clock)
+            return super().transform_unscaled(x, matrix_state, group, ok, clock)
         return self.orthogonalize(x, group), update_scale(group["adjust_lr_fn"], x.shape[-2], x.shape[-1])
 
     def transform_part(
         self,
         x: Tensor,
-        unit_state: dict[str, Tensor],
+        matrix_state: dict[str, Tensor],
         group: Group,
         ok: Tensor | None,
         clock: Clock,
@@ -299,7 +299,7 @@ class MuonRule(MatrixRule):
         form = _compat(group)
         rule = form.adjust_lr_fn or group["adjust_lr_fn"]
         scale = update_scale(rule, *full_shape) / update_scale(rule, x.shape[-2], x.shape[-1])
-        return self.transform(x, unit_state, group, ok, clock) * scale
+        return self.transform(x, matrix_state, group, ok, clock) * scale
 
     def can_shard(self, group: Group) -> bool:
         # Another implementation's bits need its order of products; rescaled rows have to be whole.
@@ -335,7 +335,7 @@ class MuonRule(MatrixRule):
         )
 
     def transform_shard(
-        self, x: Tensor, unit_state: dict[str, Tensor], group: Group, ok: Tensor | None, clock: Clock, shard: Shard
+        self, x: Tensor, matrix_state: dict[str, Tensor], group: Group, ok: Tensor | None, clock: Clock, shard: Shard
     ) -> Tensor:
         ortho = self.orthogonalize_shard(x, group, shard).to(x.dtype)
         return ortho * update_scale(group["adjust_lr_fn"], *shard.full_shape)
@@ -404,23 +404,23 @@ class NorMuonRule(MuonRule):
                 f"compat={group['compat']!r} is Muon's: that implementation has no NorMuon; use compat=None"
             )
 
-    def init_unit_state(self, shape: tuple[int, int, int], group: Group, like: Tensor) -> dict[str, Tensor]:
+    def init_matrix_state(self, shape: tuple[int, int, int], group: Group, like: Tensor) -> dict[str, Tensor]:
         batch, m, _ = shape
         return {"row_second_moment": torch.zeros(batch, m, 1, dtype=state_dtype(like), device=like.device)}
 
     def transform(
-        self, x: Tensor, unit_state: dict[str, Tensor], group: Group, ok: Tensor | None, clock: Clock
+        self, x: Tensor, matrix_state: dict[str, Tensor], group: Group, ok: Tensor | None, clock: Clock
     ) -> Tensor:
-        return self.scaled(self._normalized(x, unit_state, group, ok), group, x.dtype)
+        return self.scaled(self._normalized(x, matrix_state, group, ok), group, x.dtype)
 
-    def pair_polar(self, x: Tensor, unit_state: dict[str, Tensor], group: Group, ok: Tensor | None) -> Tensor:
+    def pair_polar(self, x: Tensor, matrix_state: dict[str, Tensor], group: Group, ok: Tensor | None) -> Tensor:
         # Rows are outputs in B and inputs in A, and their norms do not change when columns are turned.
-        return self._normalized(x, unit_state, group, ok)
+        return self._normalized(x, matrix_state, group, ok)
 
-    def _normalized(self, x: Tensor, unit_state: dict[str, Tensor], group: Group, ok: Tensor | None) -> Tensor:
+    def _normalized(self, x: Tensor, matrix_state: dict[str, Tensor], group: Group, ok: Tensor | None) -> Tensor:
         """The polar factor with rows of running mean square one, at the polar factor's Frobenius norm."""
         ortho = self.orthogonalize(x, group).to(x.dtype)
-        moment = unit_state["row_second_moment"]
+        moment = matrix_state["row_second_moment"]
         mean_square = ortho.square().mean(dim=-1, keepdim=True)
         if ok is not None:
             mean_square = torch.where(ok, mean_square, moment)
@@ -431,10 +431,10 @@ class NorMuonRule(MuonRule):
         return normalized * (target / length)
 
     def transform_shard(
-        self, x: Tensor, unit_state: dict[str, Tensor], group: Group, ok: Tensor | None, clock: Clock, shard: Shard
+        self, x: Tensor, matrix_state: dict[str, Tensor], group: Group, ok: Tensor | None, clock: Clock, shard: Shard
     ) -> Tensor:
         ortho = self.orthogonalize_shard(x, group, shard).to(x.dtype)
-        moment = unit_state["row_second_moment"]
+        moment = matrix_state["row_second_moment"]
         # Rows are whole where rows are cut; where columns are, the moments are the same on all ranks.
         square_sum = ortho.square().sum(dim=-1, keepdim=True)
         mean_square = (square_sum if shard.dim == -2 else shard.sum(square_sum)) / shard.full_shape[1]

@@ -52,9 +52,9 @@ class ScheduledRule(MatrixRule):
         params = group.get("params") or [torch.empty(0)]
         device = "cpu" if params[0].device.type in ("cpu", "meta") else "cuda"
         call, small = _CALL_SIDE[device], _SMALL_SIDE[device]
-        unit = call**2 * (call + small)
+        matrix_view = call**2 * (call + small)
         return tuple(
-            max(1, s**2 * (s + small) * CALL_COST // unit)
+            max(1, s**2 * (s + small) * CALL_COST // matrix_view)
             for c in self.grid((m, n), group).classes
             for _ in range(c.count)
             for s in c.sizes

@@ -102,7 +102,7 @@ class ShampooRule(KroneckerRule):
 
     # ------------------------------------------------------------------ state
 
-    def init_unit_state(self, shape: tuple[int, ...], group: Group, like: Tensor) -> dict[str, Tensor]:
+    def init_matrix_state(self, shape: tuple[int, ...], group: Group, like: Tensor) -> dict[str, Tensor]:
         wide = torch.empty(0, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
         state = self.init_factors(shape, group, wide)
         dtype = {"float32": wide.dtype, "bfloat16": torch.bfloat16, "float16": torch.float16}[group["root_dtype"]]
@@ -125,13 +125,13 @@ class ShampooRule(KroneckerRule):
     # ------------------------------------------------------------------ step
 
     def transform(
-        self, x: Tensor, unit_state: dict[str, Tensor], group: Group, ok: Tensor | None, clock: Clock
+        self, x: Tensor, matrix_state: dict[str, Tensor], group: Group, ok: Tensor | None, clock: Clock
     ) -> Tensor:
-        self.mend(clock.key, unit_state)
+        self.mend(clock.key, matrix_state)
         gate = gate_of(ok, x)
-        unit_state["count"].add_(gate)
-        filtered, graft = self._directions(x, unit_state, group, gate)
-        blocks = self.blocks(x, unit_state, group)
+        matrix_state["count"].add_(gate)
+        filtered, graft = self._directions(x, matrix_state, group, gate)
+        blocks = self.blocks(x, matrix_state, group)
         parts: list[Tensor] = []
         scales: list[Tensor | None] = []
         grid = self.grid(x.shape[1:], group)
@@ -144,7 +144,7 @@ class ShampooRule(KroneckerRule):
                 parts.append(direction.view(m.shape))
                 scales.append(scale)
         update = grid.merge(parts, scales)
-        return self._momentum(update, unit_state, group, gate)
+        return self._momentum(update, matrix_state, group, gate)
 
     def _directions(self, x: Tensor, state: dict[str, Tensor], group: Group, gate: Gate) -> tuple[Tensor, Tensor]:
         """What is preconditioned, and the direction whose length that takes over."""

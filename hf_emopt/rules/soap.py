@@ -81,7 +81,7 @@ class SoapRule(KroneckerRule):
 
     # ------------------------------------------------------------------ state
 
-    def init_unit_state(self, shape: tuple[int, ...], group: Group, like: Tensor) -> dict[str, Tensor]:
+    def init_matrix_state(self, shape: tuple[int, ...], group: Group, like: Tensor) -> dict[str, Tensor]:
         wide = torch.empty(0, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
         state = self.init_factors(shape, group, wide)
         dtype = {"float32": wide.dtype, "bfloat16": torch.bfloat16, "float16": torch.float16}[group["basis_dtype"]]
@@ -102,16 +102,16 @@ class SoapRule(KroneckerRule):
     # ------------------------------------------------------------------ step
 
     def transform(
-        self, x: Tensor, unit_state: dict[str, Tensor], group: Group, ok: Tensor | None, clock: Clock
+        self, x: Tensor, matrix_state: dict[str, Tensor], group: Group, ok: Tensor | None, clock: Clock
     ) -> Tensor:
-        self.mend(clock.key, unit_state)
+        self.mend(clock.key, matrix_state)
         gate: Gate = gate_of(ok, x)
         # In the reference the first gradient only makes the first basis.
         warming = [rounds <= self.warmup_rounds(group) for rounds in clock.rounds]
         if any(warming):
             gate = gate * x.new_tensor([0.0 if w else 1.0 for w in warming])
-        unit_state["count"].add_(gate)
-        blocks = self.blocks(x, unit_state, group)
+        matrix_state["count"].add_(gate)
+        blocks = self.blocks(x, matrix_state, group)
         parts: list[Tensor] = []
         scales: list[Tensor | None] = []
         with self.precision(group):

@@ -18,7 +18,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from hf_emopt.distributed.layout import Partition, UnsupportedLayoutError, local_tensor
 from hf_emopt.formats.master_weights import WEIGHT_STATE, init_weight_state
 from hf_emopt.formats.moments import is_coded, is_moment, is_scale, packed_like, scale_shape, unpacked, update_packed
-from hf_emopt.routing.packing import unpack_units
+from hf_emopt.routing.packing import unpack_matrix_views
 from hf_emopt.rules.adamw import init_adamw_state
 from hf_emopt.rules.base import Group, MatrixRule
 from hf_emopt.state.host_transfer import home_of
@@ -32,10 +32,10 @@ __all__ = [
     "elementwise_state",
     "is_weight_state",
     "laid_out",
+    "matrix_state",
     "moves",
     "shape_of_entry",
     "state_bytes",
-    "unit_state",
 ]
 
 State = dict[str, Tensor]
@@ -87,9 +87,9 @@ def elementwise_state(rule: MatrixRule, group: Group, like: Tensor, whole: Seque
     return packed_like(fresh, group["state_dtype"], whole) | init_weight_state(like, group["low_precision_weights"])
 
 
-def unit_state(rule: MatrixRule, group: Group, shape: tuple[int, int, int], like: Tensor) -> State:
+def matrix_state(rule: MatrixRule, group: Group, shape: tuple[int, int, int], like: Tensor) -> State:
     """State of ``(B, m, n)`` whole matrices, as it is before the first step."""
-    return packed_like(rule.init_unit_state(shape, group, like), group["state_dtype"])
+    return packed_like(rule.init_matrix_state(shape, group, like), group["state_dtype"])
 
 
 def state_bytes(rule: MatrixRule, group: Group, param: Tensor, shapes: Sequence[tuple[int, int, int]]) -> int:
@@ -102,7 +102,7 @@ def state_bytes(rule: MatrixRule, group: Group, param: Tensor, shapes: Sequence[
     total = 4 + sum(t.nbytes for t in elementwise_state(rule, group, meta, meta.shape).values())
     if group["kind"] == "matrix" and rule.scheduled:
         total += 8  # rounds
-    return total + sum(t.nbytes for shape in shapes for t in unit_state(rule, group, shape, meta).values())
+    return total + sum(t.nbytes for shape in shapes for t in matrix_state(rule, group, shape, meta).values())
 
 
 def describe_memory(rule: MatrixRule, groups: Sequence[Group], offload_state: str | None) -> str:
@@ -111,9 +111,9 @@ def describe_memory(rule: MatrixRule, groups: Sequence[Group], offload_state: st
     kinds = sorted({str(group["state_dtype"]) for group in groups})
     for group in groups:
         for position, param in enumerate(group["params"]):
-            units = unpack_units(group["units"][position]) if group["kind"] == "matrix" else ()
+            matrix_views = unpack_matrix_views(group["units"][position]) if group["kind"] == "matrix" else ()
             if param.numel():
-                total += state_bytes(rule, group, param, [unit.shape for unit in units])
+                total += state_bytes(rule, group, param, [matrix_view.shape for matrix_view in matrix_views])
                 numel += param.numel()
     where = "" if offload_state is None else f", on the host ({offload_state}) between steps"
     each = f"{total / max(1, numel):.2f} bytes a parameter"

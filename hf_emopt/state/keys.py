@@ -16,5 +16,5 @@ def is_count(key: str) -> bool:
 
 
 def is_shaped(key: str) -> bool:
-    """Whether a state entry has its parameter's shape: it is neither a count nor state of a unit (``name.unit``)."""
+    """Whether a state entry has its parameter's shape: it is neither a count nor state of a matrix view (``name.index``)."""
     return "." not in key and not is_count(key)

@@ -9,26 +9,26 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hf_emopt.distributed.layout import Partition
-from hf_emopt.distributed.plan import Segment
+from hf_emopt.distributed.plan import OwnedRegion
 from hf_emopt.formats.moments import is_scale
 
 __all__ = ["compute_device", "is_offloaded", "part_of"]
 
 
-def part_of(tensor: Tensor, owned: Sequence[Segment], key: str = "") -> Tensor | None:
-    """The owned segments of a tensor as one, in order, or ``None`` when there are none.
+def part_of(tensor: Tensor, owned: Sequence[OwnedRegion], key: str = "") -> Tensor | None:
+    """The owned regions of a tensor as one, in order, or ``None`` when there are none.
 
     Args:
         key: of the state entry that the tensor is, if it is one. Scales have a row for each of the parameter's, and
-            segments of parameters that have scales are rows.
+            owned regions of parameters that have scales are rows.
     """
     if not owned:
         return None
     if is_scale(key):
-        return torch.cat([tensor[slice(*segment.box[0])] for segment in owned])
+        return torch.cat([tensor[slice(*owned_region.region[0])] for owned_region in owned])
     if owned[0].shape == tuple(tensor.shape):
         return tensor
-    parts = [tensor[tuple(slice(a, b) for a, b in s.box)] for s in owned]
+    parts = [tensor[tuple(slice(a, b) for a, b in s.region)] for s in owned]
     return torch.cat(parts, dim=owned[0].dim) if len(parts) > 1 else parts[0].contiguous()
 
 

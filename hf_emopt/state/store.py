@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from hf_emopt.distributed.layout import Grid, is_sharded, local_tensor, whole_shape
-from hf_emopt.distributed.plan import Batch, Bucket, Segment
+from hf_emopt.distributed.plan import Batch, Bucket, OwnedRegion
 from hf_emopt.formats.master_weights import weight_state_key
 from hf_emopt.rules.base import Group, MatrixRule
-from hf_emopt.state.forms import Lender, elementwise_state, is_weight_state, laid_out, shape_of_entry, unit_state
+from hf_emopt.state.forms import Lender, elementwise_state, is_weight_state, laid_out, matrix_state, shape_of_entry
 from hf_emopt.state.offload import StateOffload
 from hf_emopt.state.placement import compute_device, part_of
 from hf_emopt.state.snapshot import KeptStates
@@ -60,7 +60,7 @@ class HeldStates:
         self._local: dict[int, tuple[tuple[Any, ...], State]] = {}
         self._of_buckets: dict[int, KeptStates] = {}
         self._own: dict[tuple[int, int], KeptStates] = {}
-        self._owned: dict[int, dict[int, list[Segment]]] = {}
+        self._owned: dict[int, dict[int, list[OwnedRegion]]] = {}
         self._views: dict[tuple[int, int], tuple[KeptStates | None, list[tuple[Tensor, str, Tensor]]]] = {}
         self.bring_home()
 
@@ -78,11 +78,11 @@ class HeldStates:
 
     # ------------------------------------------------------------------ of a parameter
 
-    def ready(self, param: Tensor, group: Group, owned: Sequence[Segment] | None = None) -> State:
+    def ready(self, param: Tensor, group: Group, owned: Sequence[OwnedRegion] | None = None) -> State:
         """The parameter's state, made when it is first met.
 
         Args:
-            owned: this rank's segments, where ranks share a parameter that each holds whole: state is theirs alone.
+            owned: this rank's owned regions, where ranks share a parameter that each holds whole: state is theirs alone.
         """
         state: State = self._state[param]
         if _is_whole(state, param, group):
@@ -122,14 +122,15 @@ class HeldStates:
         self._local[id(param)] = entries, local
         return local
 
-    def owned(self, bucket: Bucket, i: int) -> list[Segment] | None:
-        """This rank's segments of a parameter whose state lies with owners; ``None`` where it lies as the parameter does."""
+    def owned(self, bucket: Bucket, i: int) -> list[OwnedRegion] | None:
+        """This rank's owned regions of a parameter whose state lies with owners; ``None`` where it lies as the parameter
+        does."""
         if not self.has_owners(bucket):
             return None
         if id(bucket) not in self._owned:  # a bucket of the plan, which is kept as long as this is
-            by_parameter: dict[int, list[Segment]] = defaultdict(list)
-            for segment in self._owned_in(bucket):
-                by_parameter[segment.parameter].append(segment)
+            by_parameter: dict[int, list[OwnedRegion]] = defaultdict(list)
+            for owned_region in self._owned_in(bucket):
+                by_parameter[owned_region.parameter].append(owned_region)
             self._owned[id(bucket)] = dict(by_parameter)
         return self._owned[id(bucket)].get(i, [])
 
@@ -175,7 +176,7 @@ class HeldStates:
                 return self.by_batch[key]
             self._rule.forget_batch(key)
         owned = self._owned_in(bucket)
-        runs: list[tuple[int, int, int]] = []  # parameter, unit, matrices: neighbours of one parameter are one
+        runs: list[tuple[int, int, int]] = []  # parameter, matrix view, matrices: neighbours of one parameter are one
         for (i, place), size in zip(batch.jobs, batch.sizes):
             which, u = owned[i].parameter, owned[i].index(place)
             if runs and runs[-1][:2] == (which, u):
@@ -186,7 +187,7 @@ class HeldStates:
             param = self._parameter(bucket, i)
             known = self._state.get(param, {})
             like = torch.empty(0, dtype=param.dtype, device=compute_device(param))
-            for name, value in unit_state(self._rule, group, (size, *batch.shape), like).items():
+            for name, value in matrix_state(self._rule, group, (size, *batch.shape), like).items():
                 there = value if self._offload is None else self.lender.home(name, value, value.device)
                 parts[name].append(known.get(f"{name}.{u}", there).to(there.device))
         device = compute_device(self._parameter(bucket, runs[0][0]))
@@ -215,7 +216,7 @@ class HeldStates:
     def _parameter(self, bucket: Bucket, i: int) -> Tensor:
         return self._params[bucket.group][bucket.parameters[i].position]
 
-    def _owned_in(self, bucket: Bucket) -> tuple[Segment, ...]:
+    def _owned_in(self, bucket: Bucket) -> tuple[OwnedRegion, ...]:
         return bucket.owned(self._positions[bucket.parameters[0].name])
 
 

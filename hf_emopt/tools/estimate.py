@@ -8,7 +8,7 @@ from hf_emopt.distributed.assignment import make_plan
 from hf_emopt.distributed.layout import Storage
 from hf_emopt.formats.kronecker_factors import FACTOR_STORAGE
 from hf_emopt.optimizers.base import MatrixOptimizer
-from hf_emopt.routing.packing import adapter_at, unpack_units
+from hf_emopt.routing.packing import adapter_at, unpack_matrix_views
 from hf_emopt.state.forms import state_bytes
 
 __all__ = ["StepEstimate", "estimate", "storage_choices"]
@@ -74,12 +74,12 @@ def estimate(optimizer: MatrixOptimizer, world_size: int = 1) -> StepEstimate:
             if param.numel() == 0:
                 continue
             reference += 2 * param.numel() * param.element_size() + 4
-            units = unpack_units(group["units"][position]) if group["kind"] == "matrix" else ()
-            size = state_bytes(optimizer.rule, group, param, [unit.shape for unit in units])
+            matrix_views = unpack_matrix_views(group["units"][position]) if group["kind"] == "matrix" else ()
+            size = state_bytes(optimizer.rule, group, param, [matrix_view.shape for matrix_view in matrix_views])
             if group["kind"] == "matrix":
                 adapter = adapter_at(group, position)
                 if adapter is None or not adapter.joint or adapter.side == "B":  # a pair counts once
-                    matrices += sum(unit.shape[0] for unit in units)
+                    matrices += sum(matrix_view.shape[0] for matrix_view in matrix_views)
                 matrix_bytes += size
                 matrix_numel += param.numel()
             else:

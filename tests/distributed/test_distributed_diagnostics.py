@@ -17,7 +17,7 @@ SINGULAR = 1e6
 
 
 def large() -> Zoo:
-    """A matrix that is more than a rank's share of the work, and a small one: the ranks are a team."""
+    """A matrix that is more than a rank's share of the work, and a small one: the ranks are a compute group."""
     return matrices([(96, 64), (4, 4)])
 
 

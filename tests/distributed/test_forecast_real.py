@@ -1,4 +1,4 @@
-"""Predicted plans, boxes and bytes beside those of optimizers that have really been stepped, on one and two ranks."""
+"""Predicted plans, regions and bytes beside those of optimizers that have really been stepped, on one and two ranks."""
 
 from __future__ import annotations
 

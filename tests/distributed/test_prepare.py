@@ -243,9 +243,9 @@ def resumed(rule: str, layout: str, dtype: torch.dtype) -> None:
     saved_weights = copy.deepcopy(model.state_dict())
     if layout == "ddp":
         optimizer.consolidate_state_dict(to=0)
-        box = [optimizer.state_dict() if dist.get_rank() == 0 else None]
-        dist.broadcast_object_list(box, src=0)
-        state = box[0]
+        region = [optimizer.state_dict() if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(region, src=0)
+        state = region[0]
     else:
         state = copy.deepcopy(optimizer.state_dict())
     kinds = dtypes(optimizer)

@@ -87,7 +87,7 @@ def test_empty_and_uneven_shards(worlds: Worlds, rows: int) -> None:
 
 
 def one_update(layout: str, rows: int) -> Tensor:
-    """The first update of a zero matrix, per unit of learning rate."""
+    """The first update of a zero matrix, per matrix view of learning rate."""
     model = Zoo(only=Block(a=linear(rows, 9)))
     nn.init.zeros_(model.blocks["only"].a.weight)
     wrapped = wrap(model, layout) if dist.is_initialized() else model

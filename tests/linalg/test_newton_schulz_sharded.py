@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from slices import Team, cuts
+from slices import ComputeGroup, cuts
 from torch import Tensor
 
 import hf_emopt.linalg.newton_schulz_sharded as module
@@ -33,10 +33,10 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 
 def sharded(
-    x: Tensor, dim: int, parts: int, kind: str = "even", team: Team | None = None, **options: Any
+    x: Tensor, dim: int, parts: int, kind: str = "even", compute_group: ComputeGroup | None = None, **options: Any
 ) -> list[Tensor]:
     """The results of all ranks."""
-    team = team or Team(parts)
+    compute_group = compute_group or ComputeGroup(parts)
     bounds = cuts(x.shape[dim], parts, kind)
 
     def rank(r: int) -> Tensor:
@@ -44,13 +44,20 @@ def sharded(
         part = x.narrow(dim, first, last - first)
         before = part.clone()
         result = newton_schulz_sharded(
-            part, dim, team.sum(r), tuple(x.shape[-2:]), all_reduce_max=team.max(r), start=first, parts=parts, **options
+            part,
+            dim,
+            compute_group.sum(r),
+            tuple(x.shape[-2:]),
+            all_reduce_max=compute_group.max(r),
+            start=first,
+            parts=parts,
+            **options,
         )
         torch.testing.assert_close(part, before, rtol=0, atol=0, equal_nan=True)
         assert result.shape == part.shape
         return result
 
-    return team.run(rank)
+    return compute_group.run(rank)
 
 
 def relative(actual: Tensor, expected: Tensor) -> float:
@@ -154,9 +161,12 @@ class TestSpecialValues:
 
     @pytest.mark.parametrize("shape", [(0, 4, 9), (2, 0, 9), (2, 0, 0)])
     def test_empty_batches_and_matrices_need_no_sums(self, shape: tuple[int, ...]) -> None:
-        team = Team(2)
-        assert torch.cat(sharded(torch.empty(shape), -1, 2, team=team, dtype=torch.float32), -1).shape == shape
-        assert team.calls == []
+        compute_group = ComputeGroup(2)
+        assert (
+            torch.cat(sharded(torch.empty(shape), -1, 2, compute_group=compute_group, dtype=torch.float32), -1).shape
+            == shape
+        )
+        assert compute_group.calls == []
 
 
 class TestSums:
@@ -170,13 +180,13 @@ class TestSums:
 
     def test_what_travels(self, form: str) -> None:
         """A peak, a norm and one triangle a step, in float32; a second triangle in the dtype where rows are shared."""
-        team = Team(2)
-        sharded(torch.randn(3, 8, 20), -1, 2, team=team, dtype=torch.bfloat16)
+        compute_group = ComputeGroup(2)
+        sharded(torch.randn(3, 8, 20), -1, 2, compute_group=compute_group, dtype=torch.bfloat16)
         triangle = 3 * 8 * 9 // 2
         step = [("sum", torch.float32, triangle)]
         if form == "shared_polynomial":
             step.append(("sum", torch.bfloat16, triangle))
-        assert team.calls == [("max", torch.float32, 3), ("sum", torch.float32, 3), *(step * 5)]
+        assert compute_group.calls == [("max", torch.float32, 3), ("sum", torch.float32, 3), *(step * 5)]
 
     def test_gram_matrices_are_symmetric_and_equal_on_all_ranks(self, monkeypatch: pytest.MonkeyPatch) -> None:
         seen: dict[int, list[Tensor]] = {}
@@ -279,20 +289,22 @@ class TestRefusals:
             )
 
 
-def gram_form(x: Tensor, dim: int, parts: int, kind: str, team: Team | None = None, **options: Any) -> Tensor:
+def gram_form(
+    x: Tensor, dim: int, parts: int, kind: str, compute_group: ComputeGroup | None = None, **options: Any
+) -> Tensor:
     """All slices of the Gram form's result, put together."""
-    team = team or Team(parts)
+    compute_group = compute_group or ComputeGroup(parts)
     bounds = cuts(x.shape[dim], parts, kind)
 
     def rank(r: int) -> Tensor:
         first, last = bounds[r]
         part = x.narrow(dim, first, last - first)
         return newton_schulz_sharded(
-            part, dim, team.sum(r), tuple(x.shape[-2:]), all_reduce_max=team.max(r), start=first, parts=parts,
-            method="gram", index=r, **options,
+            part, dim, compute_group.sum(r), tuple(x.shape[-2:]), all_reduce_max=compute_group.max(r),
+            start=first, parts=parts, method="gram", index=r, **options,
         )  # fmt: skip
 
-    return torch.cat(team.run(rank), dim)
+    return torch.cat(compute_group.run(rank), dim)
 
 
 class TestGramForm:
@@ -319,10 +331,10 @@ class TestGramForm:
 
     @pytest.mark.parametrize("steps", [1, 3, 5, 8])
     def test_gram_matrices_are_summed_at_the_start_and_at_restarts(self, steps: int) -> None:
-        team = Team(3)
-        gram_form(torch.randn(2, 20, 50), -1, 3, "even", team, dtype=torch.float32, steps=steps)
+        compute_group = ComputeGroup(3)
+        gram_form(torch.randn(2, 20, 50), -1, 3, "even", compute_group, dtype=torch.float32, steps=steps)
         cost = module.sharded_cost(20, 50, 3, steps, method="gram")
-        assert [numel for _, _, numel in team.calls] == [2 * numel for numel in cost.reductions]
+        assert [numel for _, _, numel in compute_group.calls] == [2 * numel for numel in cost.reductions]
         restarts = find_restart_steps(resolve_coefficients("jordan", steps).steps)
         assert len(cost.reductions) == 2 + len(restarts) <= 2 + steps // 2
 

@@ -23,7 +23,7 @@ from hf_emopt.kernels.multi_tensor import contiguous_run
         ((), (), (0, 1)),
     ],
 )
-def test_boxes_that_are_runs(where, shape, expected):
+def test_regions_that_are_runs(where, shape, expected):
     assert contiguous_run(where, shape) == expected
     if expected is not None:
         values = torch.arange(max(1, torch.Size(shape).numel())).view(shape)

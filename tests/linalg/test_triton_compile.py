@@ -16,7 +16,7 @@ triton = pytest.importorskip("triton", reason="Triton has no wheel for this plat
 import triton.language as tl  # noqa: E402
 from triton_compiler import TENSOR_CORES, assembler_warnings, compiled, spilled_bytes  # noqa: E402
 
-from hf_emopt.kernels.triton import (
+from hf_emopt.kernels.triton import (  # noqa: E402
     elementwise_kernels,
     estimated_kernels,
     half_kernels,
@@ -25,7 +25,7 @@ from hf_emopt.kernels.triton import (
     split_launch,
     symmetric_kernels,
 )
-from hf_emopt.kernels.triton import multi_tensor_kernels as run_kernels
+from hf_emopt.kernels.triton import multi_tensor_kernels as run_kernels  # noqa: E402
 from hf_emopt.kernels.triton.configs import CANDIDATES, POINTERS, WIDE, WIDE_FEW, Config  # noqa: E402
 
 

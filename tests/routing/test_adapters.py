@@ -1,4 +1,4 @@
-"""Pairs of LoRA factors: ``scaling B A`` as our units cut them is what PEFT adds to the weight."""
+"""Pairs of LoRA factors: ``scaling B A`` as our matrix views cut them is what PEFT adds to the weight."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def product(model: nn.Module, layer: str) -> tuple[Tensor, Adapter]:
     assert a.adapter is not None
     assert b.adapter is not None
     assert (a.adapter.partner, b.adapter.partner) == (b.name, a.name)
-    assert (a.matrix_count, b.matrix_count) == (0, b.units[0].shape[0])
+    assert (a.matrix_count, b.matrix_count) == (0, b.matrix_views[0].shape[0])
     params = dict(model.named_parameters())
-    columns = [route.units[0].extract(params[route.name].detach()) for route in (a, b)]
+    columns = [route.matrix_views[0].extract(params[route.name].detach()) for route in (a, b)]
     return b.adapter.scaling * columns[1] @ columns[0].mT, b.adapter
 
 

@@ -1,4 +1,4 @@
-"""Families of transformers: golden routes, and units compared with what the modules themselves compute."""
+"""Families of transformers: golden routes, and matrix views compared with what the modules themselves compute."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from families import FAMILIES, GOLDEN, build, summary
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_emopt.routing import Unit, route_parameters
+from hf_emopt.routing import MatrixView, route_parameters
 
 with GOLDEN.open(encoding="utf-8") as _file:
     _GOLDEN: dict[str, Any] = json.load(_file)
@@ -31,18 +31,18 @@ def test_golden(family: str) -> None:
 
 @pytest.mark.parametrize("per_head", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_units_partition_every_matrix(family: str, per_head: bool) -> None:
-    seen: set[tuple[tuple[int, ...], tuple[Unit, ...]]] = set()
+def test_matrix_views_partition_every_matrix(family: str, per_head: bool) -> None:
+    seen: set[tuple[tuple[int, ...], tuple[MatrixView, ...]]] = set()
     for route in route_parameters(build(family), per_head=per_head).matrices:
-        if (route.shape, route.units) in seen:
+        if (route.shape, route.matrix_views) in seen:
             continue
-        seen.add((route.shape, route.units))
+        seen.add((route.shape, route.matrix_views))
         source = torch.arange(route.numel, dtype=torch.int32).reshape(route.shape)
         target = torch.full_like(source, -1)
-        for unit in route.units:
-            # The cut of the target must be untouched so far: units are disjoint.
-            assert unit.extract(target).eq(-1).all(), (route.name, unit)
-            unit.insert(target, unit.extract(source))
+        for matrix_view in route.matrix_views:
+            # The cut of the target must be untouched so far: matrix views are disjoint.
+            assert matrix_view.extract(target).eq(-1).all(), (route.name, matrix_view)
+            matrix_view.insert(target, matrix_view.extract(source))
         assert target.equal(source), route.name
 
 
@@ -170,7 +170,7 @@ SMALL: dict[str, tuple[type[nn.Module], Any, str, tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("per_head", [False, True])
 @pytest.mark.parametrize("family", SMALL)
-def test_units_are_the_projections_of_forward(family: str, per_head: bool, captured: list[Any]) -> None:
+def test_matrix_views_are_the_projections_of_forward(family: str, per_head: bool, captured: list[Any]) -> None:
     cls, config, path, leaves = SMALL[family]
     model = cls(config).eval()
     for parameter in model.parameters():  # biases too, so that a row in the wrong place shows
@@ -186,19 +186,19 @@ def test_units_are_the_projections_of_forward(family: str, per_head: bool, captu
     for leaf in leaves:
         parameter = attention.get_submodule(leaf).weight
         bias = attention.get_submodule(leaf).bias
-        for unit in table.by_name[f"{path}.{leaf}.weight"].units:
-            part = names.get(leaf, unit.name)
+        for matrix_view in table.by_name[f"{path}.{leaf}.weight"].matrix_views:
+            part = names.get(leaf, matrix_view.name)
             expected = {"q": q, "k": k, "v": v}[part][:, :, 0]  # token 0: rotary position embeddings do nothing there
-            weight = unit.extract(parameter.detach())
+            weight = matrix_view.extract(parameter.detach())
             # The bias of a row is found by the same cut of a parameter whose every column is the bias.
             shift = 0.0
             if bias is not None:
                 columns = bias.detach().expand(weight.shape[-1], -1) if leaf == "c_attn" and family == "gpt2" else None
                 stored = columns if columns is not None else bias.detach()[:, None].expand(-1, weight.shape[-1])
-                shift = unit.extract(stored.contiguous())[..., 0]
+                shift = matrix_view.extract(stored.contiguous())[..., 0]
             ours = torch.einsum("bmn,tn->tbm", weight, seen[leaf][:, 0]) + shift
             if per_head:
-                assert unit.shape[0] == expected.shape[1], "one matrix per head"
+                assert matrix_view.shape[0] == expected.shape[1], "one matrix per head"
             torch.testing.assert_close(ours.reshape(expected.shape), expected, rtol=1e-4, atol=1e-4)
             found.add(part)
     assert found == {"q", "k", "v"}
@@ -222,8 +222,8 @@ def test_falcon(variant: dict[str, Any]) -> None:
         k, v = k[:, :, ::2], v[:, :, ::2]
     for per_head in (False, True):
         route = route_parameters(model, per_head=per_head).by_name["h.0.self_attention.query_key_value.weight"]
-        for unit, expected in zip(route.units, (q, k, v), strict=True):
-            ours = torch.einsum("bmn,xtn->xtbm", unit.extract(attention.query_key_value.weight.detach()), x)
+        for matrix_view, expected in zip(route.matrix_views, (q, k, v), strict=True):
+            ours = torch.einsum("bmn,xtn->xtbm", matrix_view.extract(attention.query_key_value.weight.detach()), x)
             torch.testing.assert_close(ours.reshape(expected.shape), expected.detach())
 
 
@@ -233,8 +233,8 @@ def test_bloom() -> None:
     x = torch.randn(2, 3, 24)
     fused = torch.nn.functional.linear(x, attention.query_key_value.weight)
     route = route_parameters(model, per_head=True).by_name["h.0.self_attention.query_key_value.weight"]
-    for unit, expected in zip(route.units, attention._reshape(fused), strict=True):
-        ours = torch.einsum("hmn,xtn->xhtm", unit.extract(attention.query_key_value.weight.detach()), x)
+    for matrix_view, expected in zip(route.matrix_views, attention._reshape(fused), strict=True):
+        ours = torch.einsum("hmn,xtn->xhtm", matrix_view.extract(attention.query_key_value.weight.detach()), x)
         torch.testing.assert_close(ours, expected.detach())
 
 
@@ -246,9 +246,9 @@ def test_codegen_order_is_query_value_key() -> None:
     local = 32 // attention.mp_num
     pieces = weight.view(attention.mp_num, 3 * local, 32).split(local, dim=1)  # as in its forward
     route = route_parameters(model).by_name["h.0.attn.qkv_proj.weight"]
-    assert [unit.name for unit in route.units] == ["q", "v", "k"]
-    for unit, piece in zip(route.units, pieces, strict=True):
-        assert unit.extract(weight)[0].equal(piece.reshape(-1, 32))
+    assert [matrix_view.name for matrix_view in route.matrix_views] == ["q", "v", "k"]
+    for matrix_view, piece in zip(route.matrix_views, pieces, strict=True):
+        assert matrix_view.extract(weight)[0].equal(piece.reshape(-1, 32))
 
 
 def test_gpt2_cross_attention(captured: list[Any]) -> None:
@@ -262,8 +262,8 @@ def test_gpt2_cross_attention(captured: list[Any]) -> None:
     _, k, v = captured[1]
     weight = model.h[0].crossattention.c_attn.weight.detach()
     route = route_parameters(model, per_head=True).by_name["h.0.crossattention.c_attn.weight"]
-    for unit, expected in zip(route.units, (k, v), strict=True):
-        ours = torch.einsum("hmn,xtn->xhtm", unit.extract(weight), memory)
+    for matrix_view, expected in zip(route.matrix_views, (k, v), strict=True):
+        ours = torch.einsum("hmn,xtn->xhtm", matrix_view.extract(weight), memory)
         torch.testing.assert_close(ours, expected.detach(), rtol=1e-4, atol=1e-5)
 
 
@@ -273,12 +273,14 @@ def test_qwen3_next_gated_query(captured: list[Any]) -> None:
     attention = model.model.layers[1].self_attn
     seen = _inputs({"q_proj": attention.q_proj, "o_proj": attention.o_proj})
     model(input_ids=torch.randint(0, 32, (1, 4)))
-    unit_q, unit_gate = route_parameters(model).by_name["model.layers.1.self_attn.q_proj.weight"].units
+    matrix_view_q, matrix_view_gate = (
+        route_parameters(model).by_name["model.layers.1.self_attn.q_proj.weight"].matrix_views
+    )
     weight, x = attention.q_proj.weight.detach(), seen["q_proj"]
-    q = attention.q_norm((x @ unit_q.extract(weight)[0].T).view(1, 4, 8, 32))
+    q = attention.q_norm((x @ matrix_view_q.extract(weight)[0].T).view(1, 4, 8, 32))
     torch.testing.assert_close(q[:, 0], captured[-1][0][:, :, 0], rtol=1e-4, atol=1e-5)
     # The captured attention gives ones, so what enters o_proj is sigmoid(gate).
-    gate = torch.sigmoid(x @ unit_gate.extract(weight)[0].T)
+    gate = torch.sigmoid(x @ matrix_view_gate.extract(weight)[0].T)
     torch.testing.assert_close(gate, seen["o_proj"], rtol=1e-4, atol=1e-5)
 
 
@@ -290,9 +292,9 @@ def test_qwen3_next_gated_delta_net() -> None:
     table = route_parameters(model)
     for leaf, parts in (("in_proj_qkvz", (q, k, v, z)), ("in_proj_ba", (b, a))):
         weight = layer.get_submodule(leaf).weight.detach()
-        units = table.by_name[f"model.layers.0.linear_attn.{leaf}.weight"].units
-        for unit, expected in zip(units, parts, strict=True):
-            ours = x @ unit.extract(weight)[0].T
+        matrix_views = table.by_name[f"model.layers.0.linear_attn.{leaf}.weight"].matrix_views
+        for matrix_view, expected in zip(matrix_views, parts, strict=True):
+            ours = x @ matrix_view.extract(weight)[0].T
             torch.testing.assert_close(ours, expected.detach().reshape(1, 3, -1), rtol=1e-4, atol=1e-5)
 
 
@@ -302,29 +304,31 @@ def test_latent_attention_of_deepseek() -> None:
     seen = _inputs({"norm": attention.kv_a_layernorm, "kv_a": attention.kv_a_proj_with_mqa})
     model(input_ids=torch.randint(0, 32, (1, 4)))
     name = "model.layers.0.self_attn"
-    latent, rope = route_parameters(model).by_name[f"{name}.kv_a_proj_with_mqa.weight"].units
+    latent, rope = route_parameters(model).by_name[f"{name}.kv_a_proj_with_mqa.weight"].matrix_views
     assert latent.shape == (1, 48, 256)
     assert rope.shape == (1, 16, 256)
     ours = seen["kv_a"] @ latent.extract(attention.kv_a_proj_with_mqa.weight.detach())[0].T
     torch.testing.assert_close(ours.reshape(seen["norm"].shape), seen["norm"])
 
     whole = route_parameters(model).by_name[f"{name}.kv_b_proj.weight"]
-    assert [unit.shape for unit in whole.units] == [(1, 8 * (24 + 32), 48)]
+    assert [matrix_view.shape for matrix_view in whole.matrix_views] == [(1, 8 * (24 + 32), 48)]
     assert "whole" in whole.reason
     weight = attention.kv_b_proj.weight.detach()
     z = torch.randn(1, 1, 4, 48)
     keys, values = attention.expand_kv(z, torch.zeros(1, 1, 4, 16))
-    unit_k, unit_v = route_parameters(model, per_head=True).by_name[f"{name}.kv_b_proj.weight"].units
-    for unit, expected in ((unit_k, keys[..., :24]), (unit_v, values)):
-        ours = torch.einsum("hmn,xytn->xhtm", unit.extract(weight), z)
+    matrix_view_k, matrix_view_v = (
+        route_parameters(model, per_head=True).by_name[f"{name}.kv_b_proj.weight"].matrix_views
+    )
+    for matrix_view, expected in ((matrix_view_k, keys[..., :24]), (matrix_view_v, values)):
+        ours = torch.einsum("hmn,xytn->xhtm", matrix_view.extract(weight), z)
         torch.testing.assert_close(ours, expected.detach(), rtol=1e-4, atol=1e-5)
     q_b = route_parameters(model, per_head=True).by_name[f"{name}.q_b_proj.weight"]
-    assert [unit.shape for unit in q_b.units] == [(8, 40, 64)]
+    assert [matrix_view.shape for matrix_view in q_b.matrix_views] == [(8, 40, 64)]
 
 
 def test_output_projection_stays_whole_per_head() -> None:
     route = route_parameters(build("llama"), per_head=True).by_name["model.layers.0.self_attn.o_proj.weight"]
-    assert [unit.shape for unit in route.units] == [(1, 256, 256)]
+    assert [matrix_view.shape for matrix_view in route.matrix_views] == [(1, 256, 256)]
     assert "heads lie along its inputs" in route.reason
 
 
@@ -339,8 +343,8 @@ def test_mamba2_packed_projection() -> None:
     mixer.norm.register_forward_pre_hook(lambda _, args: gates.append(args[1].detach()))
     model(input_ids=torch.randint(0, 32, (1, 4)))
     weight, x = mixer.in_proj.weight.detach(), seen["in_proj"]
-    units = route_parameters(model).by_name["backbone.layers.0.mixer.in_proj.weight"].units
-    parts = {unit.name: x @ unit.extract(weight)[0].T for unit in units}
+    matrix_views = route_parameters(model).by_name["backbone.layers.0.mixer.in_proj.weight"].matrix_views
+    parts = {matrix_view.name: x @ matrix_view.extract(weight)[0].T for matrix_view in matrix_views}
     torch.testing.assert_close(parts["z"], gates[0].reshape(parts["z"].shape))
     inner, state = mixer.intermediate_size, mixer.n_groups * mixer.ssm_state_size
     _, mixed, dt = mixer.in_proj(x).split([inner, mixer.conv_dim, mixer.num_heads], dim=-1)  # as in its forward
@@ -349,12 +353,13 @@ def test_mamba2_packed_projection() -> None:
     torch.testing.assert_close(parts["dt"], dt.detach())
 
 
-# --- experts and gated MLPs: the whole forward, rebuilt from units ----------------------------------------------------
+# --- experts and gated MLPs: the whole forward, rebuilt from matrix views
+# ----------------------------------------------------
 
 
-def _by_expert(unit: Unit, parameter: Tensor, x: Tensor) -> Tensor:
+def _by_expert(matrix_view: MatrixView, parameter: Tensor, x: Tensor) -> Tensor:
     """``(E, tokens, in) -> (E, tokens, out)``."""
-    return x @ unit.extract(parameter.detach()).mT
+    return x @ matrix_view.extract(parameter.detach()).mT
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"])
@@ -365,13 +370,13 @@ def test_experts_of_a_stack(family: str) -> None:
         nn.init.normal_(parameter, std=0.1)
     model.config._experts_implementation = "eager"
     table = route_parameters(model)
-    gate, up = table.by_name[f"{name}.gate_up_proj"].units
-    (down,) = table.by_name[f"{name}.down_proj"].units
+    gate, up = table.by_name[f"{name}.gate_up_proj"].matrix_views
+    (down,) = table.by_name[f"{name}.down_proj"].matrix_views
     count = experts.gate_up_proj.shape[0]
     x = torch.randn(count, 256)  # token i goes to expert i
     chosen, weights = torch.arange(count)[:, None], torch.ones(count, 1)
     theirs = experts(x, chosen, weights)
-    g, u = (_by_expert(unit, experts.gate_up_proj, x[:, None]) for unit in (gate, up))
+    g, u = (_by_expert(matrix_view, experts.gate_up_proj, x[:, None]) for matrix_view in (gate, up))
     if family == "gpt_oss":
         bias = experts.gate_up_proj_bias[:, None]
         fused = torch.stack([g, u], dim=-1).flatten(-2) + bias  # interleaved again, for its own activation
@@ -389,10 +394,10 @@ def test_experts_of_llama4() -> None:
         nn.init.normal_(parameter, std=0.1)
     table = route_parameters(model)
     name = "model.layers.1.feed_forward.experts"
-    gate, up = table.by_name[f"{name}.gate_up_proj"].units
-    (down,) = table.by_name[f"{name}.down_proj"].units
+    gate, up = table.by_name[f"{name}.gate_up_proj"].matrix_views
+    (down,) = table.by_name[f"{name}.down_proj"].matrix_views
     x = torch.randn(4, 3, 256)
-    g, u = (_by_expert(unit, experts.gate_up_proj, x) for unit in (gate, up))
+    g, u = (_by_expert(matrix_view, experts.gate_up_proj, x) for matrix_view in (gate, up))
     ours = _by_expert(down, experts.down_proj, experts.act_fn(g) * u)
     torch.testing.assert_close(ours.reshape(-1, 256), experts(x.reshape(-1, 256)), rtol=1e-4, atol=1e-5)
 
@@ -403,7 +408,7 @@ def test_experts_of_dbrx() -> None:
     for parameter in experts.parameters():
         nn.init.normal_(parameter, std=0.1)
     table = route_parameters(model)
-    (w1,), (v1,), (w2,) = (table.by_name[f"{name}.mlp.{leaf}"].units for leaf in ("w1", "v1", "w2"))
+    (w1,), (v1,), (w2,) = (table.by_name[f"{name}.mlp.{leaf}"].matrix_views for leaf in ("w1", "v1", "w2"))
     x = torch.randn(4, 128)
     theirs = experts(x, torch.arange(4)[:, None], torch.ones(4, 1))
     hidden = experts.mlp.activation_fn(_by_expert(w1, experts.mlp.w1, x[:, None]))
@@ -426,7 +431,7 @@ def test_gated_mlp(family: str, name: str, fused: str, down: str) -> None:
     x = torch.randn(3, 256)
     weight = mlp.get_submodule(fused).weight.detach()
     activated, factor = (
-        x @ u.extract(weight)[0].T for u in route_parameters(model).by_name[f"{name}.{fused}.weight"].units
+        x @ u.extract(weight)[0].T for u in route_parameters(model).by_name[f"{name}.{fused}.weight"].matrix_views
     )
     activation = mlp.activation_fn if family == "phi3" else mlp.act
     ours = mlp.get_submodule(down)(activation(activated) * factor)
@@ -440,9 +445,9 @@ def test_bare_projection_of_gemma3() -> None:
     config = tf.Gemma3Config(text_config={"hidden_size": 16}, vision_config=vision, mm_tokens_per_image=16)
     projector = Gemma3MultiModalProjector(config)
     nn.init.normal_(projector.mm_input_projection_weight)
-    (unit,) = route_parameters(projector).by_name["mm_input_projection_weight"].units
+    (matrix_view,) = route_parameters(projector).by_name["mm_input_projection_weight"].matrix_views
     x = torch.randn(1, 16, 12)
-    ours = projector.mm_soft_emb_norm(x) @ unit.extract(projector.mm_input_projection_weight.detach())[0].T
+    ours = projector.mm_soft_emb_norm(x) @ matrix_view.extract(projector.mm_input_projection_weight.detach())[0].T
     torch.testing.assert_close(ours, projector(x))
 
 
@@ -465,7 +470,7 @@ def test_flags_of_experts_are_read() -> None:
             stack = model.gate_up_proj.detach().mT if transposed else model.gate_up_proj.detach()
             expected = stack.chunk(2, dim=1) if concatenated else (stack[:, ::2], stack[:, 1::2])
             (route,) = route_parameters(model)
-            for unit, part in zip(route.units, expected, strict=True):
-                assert unit.extract(model.gate_up_proj.detach()).equal(part)
+            for matrix_view, part in zip(route.matrix_views, expected, strict=True):
+                assert matrix_view.extract(model.gate_up_proj.detach()).equal(part)
         (route,) = route_parameters(Experts(transposed, True, False))
-        assert [unit.shape for unit in route.units] == [(2, 6, 5)]
+        assert [matrix_view.shape for matrix_view in route.matrix_views] == [(2, 6, 5)]

@@ -36,7 +36,7 @@ def kinds(table: RouteTable) -> dict[str, str]:
 
 
 def shapes(table: RouteTable, name: str) -> list[tuple[int, int, int]]:
-    return [unit.shape for unit in table.by_name[name].units]
+    return [matrix_view.shape for matrix_view in table.by_name[name].matrix_views]
 
 
 class Gain(nn.Module):
@@ -110,10 +110,10 @@ def test_decay_spares_vectors_biases_norms_and_gains() -> None:
 )
 def test_convolution_is_a_matrix_on_patches(module: nn.Module, x: Tensor, patches: int) -> None:
     """An input as large as the kernel gives one output pixel, the product of the matrix and the input."""
-    (unit,) = route_parameters(module).by_name["weight"].units
+    (matrix_view,) = route_parameters(module).by_name["weight"].matrix_views
     weight = module.weight.detach()  # type: ignore[union-attr,operator]
-    assert unit.shape == (patches, weight.shape[0] // patches, weight[0].numel())
-    ours = torch.einsum("gmn,gn->gm", unit.extract(weight), x.reshape(patches, -1))
+    assert matrix_view.shape == (patches, weight.shape[0] // patches, weight[0].numel())
+    ours = torch.einsum("gmn,gn->gm", matrix_view.extract(weight), x.reshape(patches, -1))
     torch.testing.assert_close(ours.flatten(), module(x).detach().flatten(), rtol=1e-4, atol=1e-5)
 
 
@@ -121,9 +121,9 @@ def test_convolution_is_a_matrix_on_patches(module: nn.Module, x: Tensor, patche
 def test_transposed_convolution_is_a_matrix_to_patches(groups: int) -> None:
     module = nn.ConvTranspose2d(8, 6, 3, groups=groups, bias=False)
     x = torch.randn(1, 8, 1, 1)
-    (unit,) = route_parameters(module).by_name["weight"].units
-    assert unit.shape == (groups, 6 // groups * 9, 8 // groups)
-    ours = torch.einsum("gmn,gn->gm", unit.extract(module.weight.detach()), x.reshape(groups, -1))
+    (matrix_view,) = route_parameters(module).by_name["weight"].matrix_views
+    assert matrix_view.shape == (groups, 6 // groups * 9, 8 // groups)
+    ours = torch.einsum("gmn,gn->gm", matrix_view.extract(module.weight.detach()), x.reshape(groups, -1))
     torch.testing.assert_close(ours.flatten(), module(x).detach().flatten(), rtol=1e-4, atol=1e-5)
 
 
@@ -168,10 +168,10 @@ def test_torch_multihead_attention(per_head: bool) -> None:
     module = nn.MultiheadAttention(8, 2, batch_first=True)
     table = route_parameters(module, per_head=per_head)
     fused = module.in_proj_weight.detach()
-    units = table.by_name["in_proj_weight"].units
-    assert [unit.name for unit in units] == ["q", "k", "v"]
-    for unit, part in zip(units, fused.chunk(3), strict=True):
-        assert unit.extract(fused).equal(part.reshape(2 if per_head else 1, -1, 8))
+    matrix_views = table.by_name["in_proj_weight"].matrix_views
+    assert [matrix_view.name for matrix_view in matrix_views] == ["q", "k", "v"]
+    for matrix_view, part in zip(matrix_views, fused.chunk(3), strict=True):
+        assert matrix_view.extract(fused).equal(part.reshape(2 if per_head else 1, -1, 8))
     other = route_parameters(nn.MultiheadAttention(8, 2, kdim=6, vdim=4), per_head=per_head)
     assert shapes(other, "k_proj_weight") == ([(2, 4, 6)] if per_head else [(1, 8, 6)])
     assert kinds(table)["out_proj.weight"] == "matrix"
@@ -181,7 +181,10 @@ def test_torch_multihead_attention(per_head: bool) -> None:
 def test_gates_of_an_lstm() -> None:
     module = nn.LSTM(5, 4, batch_first=True, bias=False)
     table = route_parameters(module)
-    gates = {unit.name: unit.extract(module.weight_ih_l0.detach())[0] for unit in table.by_name["weight_ih_l0"].units}
+    gates = {
+        matrix_view.name: matrix_view.extract(module.weight_ih_l0.detach())[0]
+        for matrix_view in table.by_name["weight_ih_l0"].matrix_views
+    }
     x = torch.randn(5)
     h, c = (value.flatten() for value in module(x[None, None])[1])  # the first step, from zero state
     i, g, o = torch.sigmoid(gates["i"] @ x), torch.tanh(gates["g"] @ x), torch.sigmoid(gates["o"] @ x)
@@ -228,7 +231,7 @@ def test_unknown_expert_stack_and_unknown_fusion_say_so() -> None:
     assert shapes(table, "down") == [(4, 8, 6)]
     assert table.by_name["scale"].kind == "aux"
     fused = route_parameters(MyAttention()).by_name["qkv.weight"]
-    assert [unit.shape for unit in fused.units] == [(1, 24, 8)]
+    assert [matrix_view.shape for matrix_view in fused.matrix_views] == [(1, 24, 8)]
     assert "layout is unknown" in fused.reason
 
 
@@ -369,7 +372,9 @@ def test_shape_of_a_partitioned_parameter_is_the_global_one() -> None:
                 module._parameters[name] = empty
     partitioned.tie_weights()
     ours, theirs = route_parameters(partitioned), route_parameters(whole)
-    assert [(r.name, r.shape, r.kind, r.units) for r in ours] == [(r.name, r.shape, r.kind, r.units) for r in theirs]
+    assert [(r.name, r.shape, r.kind, r.matrix_views) for r in ours] == [
+        (r.name, r.shape, r.kind, r.matrix_views) for r in theirs
+    ]
 
 
 @pytest.mark.parametrize("wrapper", ["compile", "data parallel", "both", "checkpoint"])
@@ -386,8 +391,8 @@ def test_wrappers_change_names_and_nothing_else(wrapper: str) -> None:
         model = nn.DataParallel(model)
     table, expected = route_parameters(model), route_parameters(plain)
     assert [route.name for route in table] == [name for name, _ in model.named_parameters()]
-    assert [(r.shape, r.kind, r.units, r.decay, r.reason) for r in table] == [
-        (r.shape, r.kind, r.units, r.decay, r.reason) for r in expected
+    assert [(r.shape, r.kind, r.matrix_views, r.decay, r.reason) for r in table] == [
+        (r.shape, r.kind, r.matrix_views, r.decay, r.reason) for r in expected
     ]
     # Overrides are written for the plain names.
     forced = route_parameters(model, matrix_modules=r"^lm_head", aux_modules=r"model\.layers\.1\.self_attn")
@@ -438,7 +443,7 @@ def test_forced_matrices() -> None:
     assert table.by_name["stack.1.taps.bias"].kind == "aux"  # a vector below a named module stays one
     assert shapes(table, "steps") == [(1, 16, 8)]
     assert table.by_name["out.weight"].reason == "matrix_modules 'out'"
-    # A parameter that is a matrix anyway keeps its units.
+    # A parameter that is a matrix anyway keeps its matrix views.
     assert (
         len(shapes(route_parameters(build("gpt2"), matrix_modules="c_attn"), "transformer.h.0.attn.c_attn.weight")) == 3
     )
@@ -563,12 +568,12 @@ def test_lora_of_fused_layers_in_a_saved_module() -> None:
     """A whole attention module in ``modules_to_save`` keeps the layout of its family."""
     model = lora(build("gpt_neox", device="cpu"), target_modules=["dense_h_to_4h"], modules_to_save=["attention"])
     name = "base_model.model.gpt_neox.layers.1.attention.modules_to_save.default.query_key_value.weight"
-    assert [unit.name for unit in route_parameters(model).by_name[name].units] == ["q", "k", "v"]
+    assert [matrix_view.name for matrix_view in route_parameters(model).by_name[name].matrix_views] == ["q", "k", "v"]
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "llama4"])
 def test_lora_of_expert_stacks(family: str) -> None:
-    """``delta[e] = scaling * B_e @ A_e`` in PEFT's own words, with A and B as our units cut them."""
+    """``delta[e] = scaling * B_e @ A_e`` in PEFT's own words, with A and B as our matrix views cut them."""
     stacks = "feed_forward" if family == "llama4" else "mlp"
     model = lora(
         build(family, device="cpu"), target_modules=[],
@@ -579,11 +584,11 @@ def test_lora_of_expert_stacks(family: str) -> None:
     assert len(layers) == (2 if family == "llama4" else 4)
     for name, layer in layers:
         a, b = (getattr(layer, f"lora_{side}")["default"].weight.detach() for side in "AB")
-        (unit_a,) = table.by_name[f"{name}.lora_A.default.weight"].units
-        (unit_b,) = table.by_name[f"{name}.lora_B.default.weight"].units
-        assert unit_a.shape == (4, 2, a.shape[1])
-        assert unit_b.shape == (4, b.shape[0], 2)
-        delta = unit_b.extract(b) @ unit_a.extract(a) * layer.scaling["default"]
+        (matrix_view_a,) = table.by_name[f"{name}.lora_A.default.weight"].matrix_views
+        (matrix_view_b,) = table.by_name[f"{name}.lora_B.default.weight"].matrix_views
+        assert matrix_view_a.shape == (4, 2, a.shape[1])
+        assert matrix_view_b.shape == (4, b.shape[0], 2)
+        delta = matrix_view_b.extract(b) @ matrix_view_a.extract(a) * layer.scaling["default"]
         theirs = layer.get_delta_weight("default").detach()
         swapped = getattr(layer.get_base_layer(), "is_transposed", False)
         torch.testing.assert_close(delta.mT if swapped else delta, theirs, rtol=1e-4, atol=1e-5)

@@ -74,7 +74,7 @@ class TimmConvNeXt(nn.Module):
 
 
 def matrices(model: nn.Module) -> dict[str, tuple[int, int, int]]:
-    return {route.name: route.units[0].shape for route in route_parameters(model).matrices}
+    return {route.name: route.matrix_views[0].shape for route in route_parameters(model).matrices}
 
 
 def roles(model: nn.Module) -> dict[str, str]:

@@ -72,7 +72,7 @@ def _encoded(
 
 
 def tensor_map(x: Tensor, rows: int, cols: int) -> TensorMap:
-    """Of boxes of ``rows`` by ``cols``, of ``(B, m, n)`` of 16-bit elements that descriptors can describe, swizzled in rows
+    """Of regions of ``rows`` by ``cols``, of ``(B, m, n)`` of 16-bit elements that descriptors can describe, swizzled in rows
     of 128 bytes. Kept by address, shape and strides."""
     batch_stride = x.stride(0) if x.shape[0] > 1 else x.shape[1] * x.stride(1)
     return _encoded(x.data_ptr(), x.dtype, tuple(x.shape), (batch_stride, x.stride(1)), rows, cols)

@@ -1,7 +1,8 @@
 """Gram Newton-Schulz of one small matrix by one program: attention heads, LoRA factors, small experts.
 
 The matrix has a short side of at most 64. Its Gram matrix and everything made of it stay on chip; the matrix itself is read
-twice to scale it and form ``R``, and once a segment to apply ``Q``. One launch does a whole batch and allocates nothing.
+twice to scale it and form ``R``, and once an owned region to apply ``Q``. One launch does a whole batch and allocates
+nothing.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
@@ -60,7 +61,7 @@ def small_gram_newton_schulz_kernel(
     out_ptr,
     coefficients_ptr,
     bounds_ptr,
-    segments,
+    owned_regions,
     M,
     N,
     x_batch,
@@ -101,25 +102,25 @@ def small_gram_newton_schulz_kernel(
     inverse = tl.where(total == float("inf"), float("nan"), inverse)
 
     r = _symmetric(gram * (inverse * inverse * R_SCALE))
-    for segment in range(segments):
+    for owned_region in range(owned_regions):
         # From memory, both: Triton 3.6 keeps an integer that a loop carries at its first value.
-        begin = tl.load(bounds_ptr + segment)
-        end = tl.load(bounds_ptr + segment + 1)
-        last = segment == segments - 1
+        begin = tl.load(bounds_ptr + owned_region)
+        end = tl.load(bounds_ptr + owned_region + 1)
+        last = owned_region == owned_regions - 1
         q = _polynomial(r, coefficients_ptr, begin, end, R_SCALE, SIDE, UPCAST)
-        factor = tl.where(segment == 0, inverse, 1.0 / 1024.0) * tl.where(last, 1.0, 1024.0)
+        factor = tl.where(owned_region == 0, inverse, 1.0 / 1024.0) * tl.where(last, 1.0, 1024.0)
         gram = tl.zeros((SIDE, SIDE), dtype=tl.float32)
         for start in range(0, N, BLOCK):
             j = start + tl.arange(0, BLOCK)
             offsets = i[:, None].to(tl.int64) * out_row + j[None, :].to(tl.int64) * out_col
             inside = (i < M)[:, None] & (j < N)[None, :]
-            if segment == 0:
+            if owned_region == 0:
                 half = _load_scaled(x_ptr, i, j, x_row, x_col, M, N, exponent).to(tl.float16)
             else:
                 half = tl.load(out_ptr + offsets, mask=inside, other=0.0).to(tl.float16)
             y = (factor * _product(q, half, UPCAST)).to(tl.float16)
             tl.store(out_ptr + offsets, y.to(out_ptr.dtype.element_ty), mask=inside)
             gram += _product(y, tl.trans(y), UPCAST)
-        # What this program stored is what it loads in the next segment.
+        # What this program stored is what it loads in the next owned region.
         tl.debug_barrier()
         r = _symmetric(gram * (R_SCALE / 1048576.0))

@@ -402,7 +402,7 @@ def check_transforms(optimizer: MatrixOptimizer, steps: int, device: torch.devic
     """Counts of all ranks, which must be those of every matrix in every step."""
     count = torch.tensor([optimizer.transform_count], device=device)
     dist.all_reduce(count)
-    wanted = steps * sum(unit.shape[0] for route in optimizer.routes.matrices for unit in route.units)
+    wanted = steps * sum(unit.shape[0] for route in optimizer.routes.matrices for unit in route.matrix_views)
     if int(count) != wanted:
         raise TransformCountError(f"{int(count)} matrices were transformed in {steps} steps, {wanted} were to be")
     if optimizer.skipped_steps:

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_emopt.distributed.layout import Box, Storage, full_box
+from hf_emopt.distributed.layout import Region, Storage, full_region
+from hf_emopt.distributed.owned_regions import Cut
 from hf_emopt.distributed.plan import Bucket, Plan
-from hf_emopt.distributed.segments import Cut
 from hf_emopt.optimizers.base import MatrixOptimizer
-from hf_emopt.state.forms import elementwise_state, unit_state
+from hf_emopt.state.forms import elementwise_state, matrix_state
 from hf_emopt.tools.forecast.layouts import Placed
 
 __all__ = ["Array", "BucketAmounts", "Kind", "Memory", "bucket_amounts", "memory", "spread"]
@@ -25,19 +25,19 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 
 @lru_cache(maxsize=1024)
 def _edges(storage: Storage) -> tuple[Array, Array, Array]:
-    """Starts and stops of all boxes, ``(boxes, dims)``, and the shard that each is of."""
-    boxes = [(shard, box) for shard, held in enumerate(storage.boxes) for box in held]
-    edges = np.array([box for _, box in boxes], dtype=np.float64).reshape(len(boxes), len(storage.shape), 2)
-    return edges[..., 0], edges[..., 1], np.array([shard for shard, _ in boxes])
+    """Starts and stops of all regions, ``(regions, dims)``, and the shard that each is of."""
+    regions = [(shard, region) for shard, held in enumerate(storage.regions) for region in held]
+    edges = np.array([region for _, region in regions], dtype=np.float64).reshape(len(regions), len(storage.shape), 2)
+    return edges[..., 0], edges[..., 1], np.array([shard for shard, _ in regions])
 
 
 @lru_cache(maxsize=16384)
-def _overlaps(storage: Storage, given: tuple[Box, ...]) -> Array:
-    """Elements of the boxes that each shard holds."""
+def _overlaps(storage: Storage, given: tuple[Region, ...]) -> Array:
+    """Elements of the regions that each shard holds."""
     starts, stops, shards = _edges(storage)
     total = np.zeros(storage.shards)
-    for box in given:
-        edges = np.array(box, dtype=np.float64).reshape(len(storage.shape), 2)
+    for region in given:
+        edges = np.array(region, dtype=np.float64).reshape(len(storage.shape), 2)
         sizes = np.maximum(0.0, np.minimum(stops, edges[:, 1]) - np.maximum(starts, edges[:, 0]))
         total += np.bincount(shards, weights=sizes.prod(axis=1), minlength=storage.shards)
     return total
@@ -45,7 +45,7 @@ def _overlaps(storage: Storage, given: tuple[Box, ...]) -> Array:
 
 def held(storage: Storage) -> Array:
     """Elements of each position ``(replicas, shards)``."""
-    return np.tile(_overlaps(storage, (full_box(storage.shape),)), (storage.replicas, 1))
+    return np.tile(_overlaps(storage, (full_region(storage.shape),)), (storage.replicas, 1))
 
 
 def spread(storage: Storage, amounts: Array, world_size: int) -> Array:
@@ -64,7 +64,7 @@ class Kind:
 
     Attributes:
         shape: ``(m, n)`` of each, of the slice where they are cut.
-        cut: how they are cut over a team, if they are.
+        cut: how they are cut over a compute group, if they are.
     """
 
     shape: tuple[int, int]
@@ -102,15 +102,15 @@ def _amounts(bucket: Bucket, world_size: int) -> BucketAmounts:
     shape = (grid.replicas, grid.shards)
     batches: dict[int, dict[Kind, int]] = defaultdict(lambda: defaultdict(int))
     owned, sent, returned, shared = (np.zeros(shape) for _ in range(4))
-    for s in bucket.segments:
+    for s in bucket.owned_regions:
         storage = bucket.parameters[s.parameter].storage
         where = divmod(s.owner, grid.shards)
         owned[where] += s.numel
-        for u, unit in enumerate(s.units):
-            batches[s.owner][Kind(unit.shape[1:], s.cut(u))] += unit.shape[0]
+        for u, matrix_view in enumerate(s.matrix_views):
+            batches[s.owner][Kind(matrix_view.shape[1:], s.cut(u))] += matrix_view.shape[0]
         if bucket.sends:
             sent[where] += s.numel
-        parts = _overlaps(storage, (s.box,) if s.gives is None else s.gives)
+        parts = _overlaps(storage, (s.region,) if s.gives is None else s.gives)
         if bucket.returns:
             returned[where[0]] += parts
         shared += parts
@@ -165,19 +165,22 @@ def memory(optimizer: MatrixOptimizer, placed: Placed, frozen_bytes: int = 0) ->
             if sharded:
                 state = state + numel * _bytes_each(optimizer, param, bucket.group)
             state = state + 4 + (8 if optimizer.rule.scheduled else 0)
-        for s in bucket.segments:
+        for s in bucket.owned_regions:
             param = group["params"][bucket.parameters[s.parameter].position]
             where = divmod(s.owner, bucket.storage.shards)
             if not sharded:
                 amounts[where] += s.numel * _bytes_each(optimizer, param, bucket.group)
-            amounts[where] += sum(_unit_bytes(optimizer, unit.shape, param.dtype, bucket.group) for unit in s.units)
+            amounts[where] += sum(
+                _matrix_view_bytes(optimizer, matrix_view.shape, param.dtype, bucket.group)
+                for matrix_view in s.matrix_views
+            )
         state = state + spread(bucket.storage, amounts, world)
     for bucket in placed.aux_plan.buckets:
         amounts = np.zeros((bucket.storage.replicas, bucket.storage.shards))
         for p in bucket.parameters:
             count(p.storage, groups[bucket.group]["params"][p.position].dtype)
             state = state + 4
-        for s in bucket.segments:
+        for s in bucket.owned_regions:
             param = groups[bucket.group]["params"][bucket.parameters[s.parameter].position]
             amounts[divmod(s.owner, bucket.storage.shards)] += s.numel * _bytes_each(optimizer, param, bucket.group)
         state = state + spread(bucket.storage, amounts, world)
@@ -195,17 +198,19 @@ def _bytes_each(optimizer: MatrixOptimizer, param: torch.Tensor, group_index: in
     return sum(t.nbytes for t in state.values()) / max(1, param.numel())
 
 
-_unit_sizes: dict[Any, int] = {}
+_matrix_view_sizes: dict[Any, int] = {}
 
 
-def _unit_bytes(optimizer: MatrixOptimizer, shape: tuple[int, int, int], dtype: torch.dtype, group_index: int) -> int:
+def _matrix_view_bytes(
+    optimizer: MatrixOptimizer, shape: tuple[int, int, int], dtype: torch.dtype, group_index: int
+) -> int:
     group = optimizer.param_groups[group_index]
     plain = tuple(sorted((k, str(v)) for k, v in group.items() if k not in ("params", "param_names", "units")))
     key = (optimizer.rule.name, shape, dtype, plain)
-    if key not in _unit_sizes:
+    if key not in _matrix_view_sizes:
         like = torch.empty(0, dtype=dtype, device="meta")
-        _unit_sizes[key] = sum(t.nbytes for t in unit_state(optimizer.rule, group, shape, like).values())
-    return _unit_sizes[key]
+        _matrix_view_sizes[key] = sum(t.nbytes for t in matrix_state(optimizer.rule, group, shape, like).values())
+    return _matrix_view_sizes[key]
 
 
 def total(values: Sequence[Array], world_size: int) -> Array:

@@ -1,7 +1,7 @@
 """Where parameters would lie on ranks that do not exist, and the plans that the optimizer would make there.
 
-The plans are the optimizer's own: the same functions, fed with the boxes that DDP, FSDP2 and tensor parallelism give to each
-rank.
+The plans are the optimizer's own: the same functions, fed with the regions that DDP, FSDP2 and tensor parallelism give
+to each rank.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 
 from hf_emopt.distributed.arrangement import TensorCut
 from hf_emopt.distributed.assignment import BucketSizes, make_plan
-from hf_emopt.distributed.layout import Box, Storage, chunk_boxes
+from hf_emopt.distributed.layout import Region, Storage, chunk_regions
 from hf_emopt.distributed.plan import Plan, PlannedParameter
 from hf_emopt.distributed.planner import planned_sizes
 from hf_emopt.distributed.tensor_parallel_choice import arrange_cuts
@@ -119,17 +119,17 @@ def _storage(layout: Layout, shape: tuple[int, ...], cut_dim: int | None) -> Sto
     tp, data = layout.tp_size, world // layout.tp_size
     if cut_dim is None:
         column = tuple(i * tp for i in range(data))
-        return Storage(shape, tuple((box,) for box in chunk_boxes(shape, 0, data)), (column,))
-    slices = chunk_boxes(shape, cut_dim, tp)
-    boxes = [_within(slices[t], i, data) for i, t in itertools.product(range(data), range(tp))]
-    return Storage(shape, tuple((box,) for box in boxes), (tuple(range(world)),))
+        return Storage(shape, tuple((region,) for region in chunk_regions(shape, 0, data)), (column,))
+    slices = chunk_regions(shape, cut_dim, tp)
+    regions = [_within(slices[t], i, data) for i, t in itertools.product(range(data), range(tp))]
+    return Storage(shape, tuple((region,) for region in regions), (tuple(range(world)),))
 
 
-def _within(box: Box, index: int, count: int) -> Box:
+def _within(region: Region, index: int, count: int) -> Region:
     """What FSDP leaves of a slice of tensor parallelism: rows of it, in chunks."""
-    start, stop = box[0]
-    first, last = chunk_boxes((stop - start,), 0, count)[index][0]
-    return ((start + first, start + last), *box[1:])
+    start, stop = region[0]
+    first, last = chunk_regions((stop - start,), 0, count)[index][0]
+    return ((start + first, start + last), *region[1:])
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ def place(
     for p in optimizer.planned_parameters():
         dim = _cut_dim(names[p.group, p.position], dims, p.storage.shape)
         storage = layout.storage(p.storage.shape, dim)
-        # Teams are made of ranks of one dimension of the mesh only, and never of some of the job's ranks.
+        # Compute groups are made of ranks of one dimension of the mesh only, and never of some of the job's ranks.
         alone = layout.name == "fsdp2+tp" and dim is None
         planned.append(replace(p, storage=storage, shard_cost=None if alone else p.shard_cost))
         cuts.append(None if dim is None else _tensor_cut(storage, dim, layout))
@@ -209,9 +209,9 @@ def _others(
 
 
 def _tensor_cut(storage: Storage, dim: int, layout: Layout) -> TensorCut:
-    slices = chunk_boxes(storage.shape, dim, layout.tp_size)
+    slices = chunk_regions(storage.shape, dim, layout.tp_size)
     of_shard = tuple(rank % layout.tp_size for rank in range(layout.world_size))
-    return TensorCut(of_shard, tuple((box,) for box in slices))
+    return TensorCut(of_shard, tuple((region,) for region in slices))
 
 
 _DIMS = {"colwise": 0, "colwise_gather_output": 0, "colwise_rep": 0, "rowwise": 1}

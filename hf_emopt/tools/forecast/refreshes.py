@@ -51,12 +51,12 @@ def refreshes(optimizer: MatrixOptimizer, placed: Placed) -> Refreshes | None:
     sides, calls = np.zeros((period, world)), np.zeros((period, world))
     for bucket in placed.plan.buckets:
         found: dict[tuple[int, tuple[int, int]], Counter[tuple[int, int]]] = defaultdict(Counter)
-        for s in bucket.segments:
-            for u, unit in enumerate(s.units):
-                lengths = _lengths(rule, unit.shape[1:], optimizer.param_groups[bucket.group])
-                for b in range(unit.shape[0]):
+        for s in bucket.owned_regions:
+            for u, matrix_view in enumerate(s.matrix_views):
+                lengths = _lengths(rule, matrix_view.shape[1:], optimizer.param_groups[bucket.group])
+                for b in range(matrix_view.shape[0]):
                     due = (0,) * len(lengths) if together else slots[matrix_of(bucket, s, u, b)]
-                    found[s.owner, unit.shape[1:]].update(zip(due, lengths))
+                    found[s.owner, matrix_view.shape[1:]].update(zip(due, lengths))
         for (owner, _), counts in found.items():
             rank = bucket.storage.rank(owner)
             for (slot, length), count in counts.items():

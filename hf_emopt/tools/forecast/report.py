@@ -75,7 +75,7 @@ def figures(name: str, f: Forecast, machine: Machine, model_s: float | None = No
         "passes_ms": 1e3 * f.passes,
         "exchange_ms": 1e3 * f.exchange,
         "exposed_exchange_ms": 1e3 * f.exposed_exchange,
-        "team_sums_ms": 1e3 * f.team_sums,
+        "team_sums_ms": 1e3 * f.compute_group_sums,
         "host_ms": 1e3 * f.host,
         "received_bytes": f.received_bytes,
         "sent_bytes": f.sent_bytes,
@@ -88,7 +88,7 @@ def figures(name: str, f: Forecast, machine: Machine, model_s: float | None = No
         "time_balance": f.time_balance,
         "bytes_balance": f.bytes_balance,
         "buckets": f.buckets,
-        "parameters_in_teams": f.teams,
+        "parameters_in_teams": f.compute_groups,
         "adamw": {
             "step_ms": 1e3 * f.adamw.seconds,
             "host_ms": 1e3 * f.adamw.host,
@@ -180,7 +180,7 @@ def _remarks(row: dict[str, Any], machine: Machine) -> list[str]:
 
 
 def _bytes(count: float) -> str:
-    for unit, size in (("G", 2**30), ("M", 2**20), ("K", 2**10)):
+    for matrix_view, size in (("G", 2**30), ("M", 2**20), ("K", 2**10)):
         if count >= size:
-            return f"{count / size:.2f}{unit}"
+            return f"{count / size:.2f}{matrix_view}"
     return f"{count:.0f}"

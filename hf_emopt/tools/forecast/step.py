@@ -79,15 +79,15 @@ class Forecast:
     """One optimizer on one layout. Seconds of a step, of the rank that takes longest.
 
     Attributes:
-        products: transforms; ``passes``: elementwise; ``exchange``: collectives, hidden or not; ``team_sums``: all-reduces
-            among ranks that share a matrix, which hide behind nothing.
+        products: transforms; ``passes``: elementwise; ``exchange``: collectives, hidden or not; ``compute_group_sums``:
+            all-reduces among ranks that share a matrix, which hide behind nothing.
         exposed_exchange: what of the exchange no other bucket's work hides.
         device: without what overlap hides, exchange and landing; ``host``: Python and launches, beside it.
         refresh: what refreshes of factors add in the mean step, waiting for the rank that has most to do included.
         seconds: of the mean step, from an idle device; ``largest_seconds`` of the longest in a period.
         received_bytes, sent_bytes: of the rank with most; an all-to-all's own part counted.
         flops_balance, time_balance, bytes_balance: largest over mean, of operations, of transform times and of bytes.
-        matrices, buckets, teams: matrices in the model, buckets, and matrices that several ranks transform together.
+        matrices, buckets, compute_groups: matrices in the model, buckets, and matrices that several ranks transform together.
         memory: bytes by rank.
         adamw: beside it.
     """
@@ -96,7 +96,7 @@ class Forecast:
     products: float
     passes: float
     exchange: float
-    team_sums: float
+    compute_group_sums: float
     exposed_exchange: float
     device: float
     host: float
@@ -110,7 +110,7 @@ class Forecast:
     bytes_balance: float
     matrices: int
     buckets: int
-    teams: int
+    compute_groups: int
     memory: Memory
     adamw: AdamWForecast
 
@@ -168,16 +168,18 @@ def forecast(
     host = before + _host(buckets, copies, placed, batches, has_kernels(machine.gpu))
     seconds = max(before + HOST.bucket_ms * 1e-3 + device, host)
     numbers = memory(optimizer, placed, frozen_bytes)
-    teams = {
-        (i, p) for i, b in enumerate(placed.plan.buckets) for p in {s.parameter for s in b.segments if s.team or s.cuts}
+    compute_groups = {
+        (i, p)
+        for i, b in enumerate(placed.plan.buckets)
+        for p in {s.parameter for s in b.owned_regions if s.compute_group or s.cuts}
     }
     return Forecast(
         placed, float(products[slowest]), float(elementwise[slowest]), comm, float(sums[slowest]), exposed, device, host,
         float(busy_by_step.mean() - compute.max()), seconds, seconds + float(busy_by_step.max()) - busy,
         float(received.max()), float(_sent(buckets, copies, wire, optimizer).max()),
         placed.plan.imbalance, _balance(products + sums), _balance(received),
-        sum(u.shape[0] for b in placed.plan.buckets for p in b.parameters for u in p.units),
-        len(placed.plan.buckets), len(teams), numbers, _adamw(optimizer, machine, placed, numbers),
+        sum(u.shape[0] for b in placed.plan.buckets for p in b.parameters for u in p.matrix_views),
+        len(placed.plan.buckets), len(compute_groups), numbers, _adamw(optimizer, machine, placed, numbers),
     )  # fmt: skip
 
 
@@ -211,8 +213,8 @@ def _transforms(
                 seconds[where] += work.seconds
                 calls[where] += 1
                 if work.parts > 1 and kind.cut is not None:
-                    team = [storage.rank(p) for p in kind.cut.team]
-                    each = machine.exchange_seconds(2 * work.sums_bytes / max(1, work.sums), team)
+                    compute_group = [storage.rank(p) for p in kind.cut.compute_group]
+                    each = machine.exchange_seconds(2 * work.sums_bytes / max(1, work.sums), compute_group)
                     summed[where] += each * work.sums
         products = products + spread(storage, seconds, world)
         sums = sums + spread(storage, summed, world)

@@ -36,7 +36,7 @@ class Work:
 
     Attributes:
         seconds: of products.
-        sums_bytes: of all-reduces among a team, and ``sums`` their number; ``parts`` ranks take part.
+        sums_bytes: of all-reduces among a compute group, and ``sums`` their number; ``parts`` ranks take part.
         launches: kernels.
     """
 
@@ -99,7 +99,8 @@ def passes(
 
 APPLY_16_BITS = 134.0
 """Bytes an element of the last phase of 16-bit weights, which runs function by function: 46 to put the float32 weight
-together of its halves, 34 to step it, 50 to part it again, 4 to unpack the update (:mod:`hf_emopt.formats.master_weights`)."""
+together of its halves, 34 to step it, 50 to part it again, 4 to unpack the update
+(:mod:`hf_emopt.formats.master_weights`)."""
 
 
 def _rule_bytes(rule: MatrixRule, group: Group, gpu: Gpu) -> tuple[float, int]:
@@ -120,9 +121,9 @@ def transform_work(gpu: Gpu, rule: MatrixRule, group: Group, kind: Kind, count: 
         raise ValueError(f"there is no model of the time of {rule.name}")
     launches = newton_schulz_launches(gpu, m, n, group)
     cut = kind.cut
-    if cut is None or not cut.team:
+    if cut is None or not cut.compute_group:
         return Work(newton_schulz_seconds(gpu, count, m, n, group), launches=launches)
-    parts = len(cut.team)
+    parts = len(cut.compute_group)
     cost = sharded_cost(*cut.full_shape, parts, group["ns_steps"], group["ns_coefficients"], cut.method)
     short, long = min(cut.full_shape), max(cut.full_shape)
     columns = max(1, -(-long // parts))

@@ -22,14 +22,14 @@ def trained(rule: str, layout: str, transport_dtype: str = "float32") -> dict[st
     model = wrap(make(), layout)
     optimizer = build(model, rule, transport_dtype=transport_dtype)
     train(model, optimizer, 3)
-    team = "transformed by several ranks together" in optimizer.explain()
-    return {"weights": weights(model), "team": team, "count": optimizer.transform_count}
+    compute_group = "transformed by several ranks together" in optimizer.explain()
+    return {"weights": weights(model), "team": compute_group, "count": optimizer.transform_count}
 
 
 @pytest.mark.parametrize("rule", ["muon", "normuon"])
 @pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_a_matrix_shared_by_a_team(worlds: Worlds, rule: str, layout: str, size: int) -> None:
+def test_a_matrix_shared_by_a_compute_group(worlds: Worlds, rule: str, layout: str, size: int) -> None:
     """The same weights as whole, counted as one transform, and the same bits on all replicas."""
     results = worlds[size].run(trained, rule=rule, layout=layout)
     wanted = single(rule, 3, make)
@@ -41,7 +41,7 @@ def test_a_matrix_shared_by_a_team(worlds: Worlds, rule: str, layout: str, size:
 
 
 @pytest.mark.parametrize("rule", ["soap", "shampoo"])
-def test_rules_that_need_whole_matrices_have_no_teams(two: World, rule: str) -> None:
+def test_rules_that_need_whole_matrices_have_no_compute_groups(two: World, rule: str) -> None:
     for result in two.run(trained, rule=rule, layout="ddp"):
         assert not result["team"]
 
@@ -81,7 +81,7 @@ def collectives(rule: str, layout: str) -> dict[str, Any]:
 @pytest.mark.parametrize("rule", ["muon", "soap-staggered"])
 @pytest.mark.parametrize(("layout", "size"), [("ddp", 2), ("fsdp2", 2), ("hsdp", 2), ("ddp", 4), ("fsdp2", 4)])
 def test_all_ranks_issue_the_same_collectives(worlds: Worlds, rule: str, layout: str, size: int) -> None:
-    """In the same order, apart from those of a team, which only its members issue."""
+    """In the same order, apart from those of a compute group, which only its members issue."""
     results = worlds[size].run(collectives, rule=rule, layout=layout)
     for result in results:
         assert result["groups"][0] == result["groups"][2]
@@ -139,7 +139,7 @@ def groups_of_engines(count: int) -> list[int]:
         model = wrap(matrices([(32, 32), (4, 4)]), "ddp")
         optimizer = build(model, "muon")
         train(model, optimizer, 1)
-        assert any(s.team for b in optimizer._current_engine().plan.buckets for s in b.segments)
+        assert any(s.compute_group for b in optimizer._current_engine().plan.buckets for s in b.owned_regions)
         made.append(len(dist.distributed_c10d._world.pg_map))
     return made
 

@@ -1,7 +1,7 @@
-"""A unit: one batch of matrices inside a stored parameter.
+"""A matrix view: one batch of matrices inside a stored parameter.
 
 Parameters are stored the way a model finds handy (fused, transposed, interleaved, stacked); an optimizer must see the
-matrices that the forward pass multiplies by. A :class:`Unit` is the recipe that leads from the one to the other and
+matrices that the forward pass multiplies by. A :class:`MatrixView` is the recipe that leads from the one to the other and
 back, as plain integers: it can be printed, compared across ranks and kept in a checkpoint.
 """
 
@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Unit"]
+__all__ = ["MatrixView"]
 
 
 @dataclass(frozen=True)
-class Unit:
+class MatrixView:
     """A batch of ``out x in`` matrices inside one parameter.
 
     The parameter is reshaped to ``view``; dimension ``dim`` of that view is cut to ``start:stop:step``; then the view's
@@ -26,12 +26,12 @@ class Unit:
     ``batch + rows + cols``.
 
     Attributes:
-        name: what the matrix is (``"q"``, ``"gate"`` ...); empty for a parameter that is one unit.
+        name: what the matrix is (``"q"``, ``"gate"`` ...); empty for a parameter that is one matrix view.
         view: shape that the whole parameter is reshaped to; ``prod(view) == parameter.numel()``.
         rows: view dimensions that make up the outputs.
         cols: view dimensions that make up the inputs.
         batch: view dimensions that count independent matrices (experts, heads, groups of a convolution).
-        dim: view dimension that is cut, or ``None`` when the unit is the whole view.
+        dim: view dimension that is cut, or ``None`` when the matrix view is the whole view.
         start, stop, step: the cut along ``dim``.
     """
 
@@ -48,17 +48,19 @@ class Unit:
     def __post_init__(self) -> None:
         order = self.batch + self.rows + self.cols
         if sorted(order) != list(range(len(self.view))):
-            raise ValueError(f"unit {self.name!r}: batch + rows + cols = {order} must name each of {self.view} once")
+            raise ValueError(
+                f"matrix view {self.name!r}: batch + rows + cols = {order} must name each of {self.view} once"
+            )
         if not self.rows or not self.cols:
             raise ValueError(
-                f"unit {self.name!r}: a matrix needs rows and columns, got rows={self.rows} cols={self.cols}"
+                f"matrix view {self.name!r}: a matrix needs rows and columns, got rows={self.rows} cols={self.cols}"
             )
         if self.dim is not None and not (0 <= self.start < self.stop <= self.view[self.dim] and self.step >= 1):
             cut = f"{self.start}:{self.stop}:{self.step}"
-            raise ValueError(f"unit {self.name!r}: cut {cut} is outside dimension {self.dim} of {self.view}")
+            raise ValueError(f"matrix view {self.name!r}: cut {cut} is outside dimension {self.dim} of {self.view}")
 
     @classmethod
-    def whole(cls, shape: tuple[int, ...] | torch.Size, *, transposed: bool = False, name: str = "") -> Unit:
+    def whole(cls, shape: tuple[int, ...] | torch.Size, *, transposed: bool = False, name: str = "") -> MatrixView:
         """A plain matrix ``(out, in)``, or ``(in, out)`` when ``transposed``; leading dimensions are a batch."""
         dims = tuple(shape)
         if len(dims) < 2:
@@ -84,7 +86,7 @@ class Unit:
 
     @property
     def numel(self) -> int:
-        """Elements of the parameter that this unit covers."""
+        """Elements of the parameter that this matrix view covers."""
         return math.prod(self.cut_view)
 
     def _cut(self, tensor: Tensor) -> Tensor:
@@ -96,7 +98,7 @@ class Unit:
         return viewed[tuple(index)]
 
     def extract(self, tensor: Tensor) -> Tensor:
-        """The unit's matrices ``(B, m, n)`` out of a tensor with the parameter's elements; a view where strides allow.
+        """The matrix view's matrices ``(B, m, n)`` out of a tensor with the parameter's elements; a view where strides allow.
 
         Args:
             tensor: any dtype, ``prod(view)`` elements in the parameter's (row-major) order.
@@ -114,7 +116,9 @@ class Unit:
             ValueError: when ``target`` is not contiguous, since the write would go to a copy.
         """
         if not target.is_contiguous():
-            raise ValueError("Unit.insert needs a contiguous target; writing through a reshaped copy would be lost")
+            raise ValueError(
+                "MatrixView.insert needs a contiguous target; writing through a reshaped copy would be lost"
+            )
         order = self.batch + self.rows + self.cols
         sizes = self.cut_view
         self._cut(target).permute(order).copy_(matrices.reshape([sizes[d] for d in order]))

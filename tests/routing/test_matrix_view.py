@@ -1,17 +1,17 @@
-"""A unit leads from a stored parameter to matrices and back, without losing or touching an element."""
+"""A matrix view leads from a stored parameter to matrices and back, without losing or touching an element."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from hf_emopt.routing import Unit
+from hf_emopt.routing import MatrixView
 from hf_emopt.routing.layouts import conv, expert_stack, grouped_rows, heads, rows, transposed_conv
 
 LAYOUTS = {
-    "plain": ((6, 4), (Unit.whole((6, 4)),)),
-    "transposed": ((6, 4), (Unit.whole((6, 4), transposed=True),)),
-    "stack": ((3, 6, 4), (Unit.whole((3, 6, 4)),)),
+    "plain": ((6, 4), (MatrixView.whole((6, 4)),)),
+    "transposed": ((6, 4), (MatrixView.whole((6, 4), transposed=True),)),
+    "stack": ((3, 6, 4), (MatrixView.whole((3, 6, 4)),)),
     "rows": ((12, 5), rows((12, 5), [("q", 6), ("k", 2), ("v", 4)])),
     "columns": ((5, 12), rows((5, 12), [("q", 4), ("k", 4), ("v", 4)], transposed=True)),
     "rows by head": ((12, 5), rows((12, 5), [("q", 6), ("k", 2), ("v", 4)], head_dim=2)),
@@ -30,34 +30,34 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_units_cover_every_element_once(layout: str) -> None:
-    shape, units = LAYOUTS[layout]
+def test_matrix_views_cover_every_element_once(layout: str) -> None:
+    shape, matrix_views = LAYOUTS[layout]
     source = torch.arange(1, torch.Size(shape).numel() + 1, dtype=torch.float32).reshape(shape)
-    pieces = [unit.extract(source) for unit in units]
-    assert [tuple(piece.shape) for piece in pieces] == [unit.shape for unit in units]
-    assert sum(unit.numel for unit in units) == source.numel()
-    # Each element occurs in exactly one unit ...
+    pieces = [matrix_view.extract(source) for matrix_view in matrix_views]
+    assert [tuple(piece.shape) for piece in pieces] == [matrix_view.shape for matrix_view in matrix_views]
+    assert sum(matrix_view.numel for matrix_view in matrix_views) == source.numel()
+    # Each element occurs in exactly one matrix view ...
     assert torch.cat([piece.flatten() for piece in pieces]).sort().values.equal(source.flatten())
     # ... and goes back to its own place.
     target = torch.zeros_like(source)
-    for unit, piece in zip(units, pieces, strict=True):
-        unit.insert(target, piece)
+    for matrix_view, piece in zip(matrix_views, pieces, strict=True):
+        matrix_view.insert(target, piece)
     assert target.equal(source)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_insert_leaves_the_rest_alone(layout: str) -> None:
-    shape, units = LAYOUTS[layout]
-    for unit in units:
+    shape, matrix_views = LAYOUTS[layout]
+    for matrix_view in matrix_views:
         target = torch.zeros(shape)
-        unit.insert(target, torch.ones(unit.shape))
-        assert int(target.sum()) == unit.numel
+        matrix_view.insert(target, torch.ones(matrix_view.shape))
+        assert int(target.sum()) == matrix_view.numel
 
 
 def test_extract_knows_rows_from_columns() -> None:
     source = torch.arange(24.0).reshape(2, 3, 4)
-    assert Unit.whole((2, 3, 4)).extract(source).equal(source)
-    assert Unit.whole((2, 3, 4), transposed=True).extract(source).equal(source.mT)
+    assert MatrixView.whole((2, 3, 4)).extract(source).equal(source)
+    assert MatrixView.whole((2, 3, 4), transposed=True).extract(source).equal(source.mT)
     gate, up = expert_stack((2, 3, 4), ("gate", "up"), transposed=True, interleaved=True)
     assert gate.extract(source).equal(source[..., ::2].mT)
     assert up.extract(source).equal(source[..., 1::2].mT)
@@ -65,8 +65,8 @@ def test_extract_knows_rows_from_columns() -> None:
 
 def test_head_batches() -> None:
     source = torch.arange(60.0).reshape(12, 5)
-    (unit,) = heads((12, 5), 3)
-    assert unit.extract(source).equal(source.view(4, 3, 5))
+    (matrix_view,) = heads((12, 5), 3)
+    assert matrix_view.extract(source).equal(source.view(4, 3, 5))
     q = grouped_rows((12, 5), 2, [("q", 4), ("k", 2)], head_dim=2)[0]
     assert q.extract(source).equal(torch.stack([source[0:2], source[2:4], source[6:8], source[8:10]]))
 
@@ -82,7 +82,7 @@ def test_extract_is_a_view_and_keeps_dtype() -> None:
 
 def test_insert_refuses_a_target_that_would_be_copied() -> None:
     with pytest.raises(ValueError, match="contiguous"):
-        Unit.whole((4, 3)).insert(torch.zeros(3, 4).t(), torch.ones(1, 4, 3))
+        MatrixView.whole((4, 3)).insert(torch.zeros(3, 4).t(), torch.ones(1, 4, 3))
 
 
 @pytest.mark.parametrize(
@@ -94,9 +94,9 @@ def test_insert_refuses_a_target_that_would_be_copied() -> None:
         ({"view": (4, 3), "rows": (0,), "cols": (1,), "dim": 0, "start": 2, "stop": 2}, "outside dimension 0"),
     ],
 )
-def test_impossible_units_are_refused(arguments: dict[str, object], message: str) -> None:
+def test_impossible_matrix_views_are_refused(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Unit("u", **arguments)  # type: ignore[arg-type]
+        MatrixView("u", **arguments)  # type: ignore[arg-type]
 
 
 def test_builders_refuse_parts_that_do_not_fill() -> None:

@@ -1,4 +1,4 @@
-"""Which matrices are transformed whole by one rank and which are cut over a team of ranks.
+"""Which matrices are transformed whole by one rank and which are cut over a compute group of ranks.
 
 Whole matrices cannot be balanced better than the costliest of them allows: at 256 ranks one projection of a Llama-3-8B
 layer is already twice a rank's fair share. Such a matrix is cut over an aligned block of ranks. Arithmetic on names and
@@ -29,7 +29,7 @@ _MULTIFIT_STEPS = 10
 
 @dataclass(frozen=True)
 class _Option:
-    """A size of team, and what each of its ranks computes."""
+    """A size of compute group, and what each of its ranks computes."""
 
     size: int
     part: int
@@ -52,15 +52,15 @@ def assign(
     shard_cost: ShardCost | None = None,
     loads: Sequence[int] | None = None,
 ) -> dict[str, tuple[int, ...]]:
-    """The ranks of each item: one, or a team of consecutive ones.
+    """The ranks of each item: one, or a compute group of consecutive ones.
 
     Without ``shard_cost``, longest processing time first: the costliest item goes to the least loaded rank (ties by name
     and rank; Graham, "Bounds on multiprocessing timing anomalies", 1969). With it, items that are too large for a rank's
-    share get teams: for each of several limits, the fewest ranks that bring an item's part below the limit, then better
-    sizes are looked for, one kind of item at a time. Each choice is packed by longest time first and by MULTIFIT (Coffman,
-    Garey and Johnson, "An application of bin-packing to multiprocessor scheduling", 1978), teams before single ranks. If
-    whole items come within 10 % of the smallest largest load that was found, none is cut; otherwise the assignment with the
-    fewest ranks in teams is taken among those within 1 %.
+    share get compute groups: for each of several limits, the fewest ranks that bring an item's part below the limit,
+    then better sizes are looked for, one kind of item at a time. Each choice is packed by longest time first and by
+    MULTIFIT (Coffman, Garey and Johnson, "An application of bin-packing to multiprocessor scheduling", 1978), compute
+    groups before single ranks. If whole items come within 10 % of the smallest largest load that was found, none is cut;
+    otherwise the assignment with the fewest ranks in compute groups is taken among those within 1 %.
 
     Args:
         costs: operations of each item on one rank, at least 0.
@@ -82,8 +82,8 @@ def assign(
         placed = _longest_first([(name, _Option(1, costs[name])) for name in order], initial)
     else:
         placed = _Search(costs, order, shard_cost, initial).best()
-    teams = ((name, *placed.starts[name]) for name in costs)
-    return {name: tuple(range(start, start + size)) for name, start, size in teams}
+    compute_groups = ((name, *placed.starts[name]) for name in costs)
+    return {name: tuple(range(start, start + size)) for name, start, size in compute_groups}
 
 
 def rank_loads(
@@ -96,16 +96,18 @@ def rank_loads(
     """Operations of each rank under the assignment ``ranks``; the other arguments are those of :func:`assign`.
 
     Raises:
-        ValueError: as :func:`assign`, and when an item has a team but there is no ``shard_cost``.
+        ValueError: as :func:`assign`, and when an item has a compute group but there is no ``shard_cost``.
     """
     result = _check(costs, world_size, loads)
-    for name, team in ranks.items():
+    for name, compute_group in ranks.items():
         part = costs[name]
-        if len(team) > 1:
+        if len(compute_group) > 1:
             if shard_cost is None:
-                raise ValueError(f"{name} is cut over ranks {team[0]} to {team[-1]}: its load needs shard_cost")
-            part = shard_cost(name, len(team))
-        for rank in team:
+                raise ValueError(
+                    f"{name} is cut over ranks {compute_group[0]} to {compute_group[-1]}: its load needs shard_cost"
+                )
+            part = shard_cost(name, len(compute_group))
+        for rank in compute_group:
             result[rank] += part
     return result
 
@@ -123,7 +125,7 @@ def _check(costs: dict[str, int], world_size: int, loads: Sequence[int] | None) 
 
 
 class _Search:
-    """Sizes of teams by kind of item; items of one kind have the same options and get the same size."""
+    """Sizes of compute groups by kind of item; items of one kind have the same options and get the same size."""
 
     def __init__(self, costs: dict[str, int], order: Sequence[str], shard_cost: ShardCost, loads: list[int]) -> None:
         self.loads = loads
@@ -158,11 +160,11 @@ class _Search:
         if self.tried[whole].makespan * 100 <= least * (100 + _WHOLE_PERCENT):
             return self.tried[whole]
         close = [s for s, placed in self.tried.items() if placed.makespan * 100 <= least * (100 + _SLACK_PERCENT)]
-        return self.tried[min(close, key=lambda sizes: (self._in_teams(sizes), self._rank(sizes)))]
+        return self.tried[min(close, key=lambda sizes: (self._in_compute_groups(sizes), self._rank(sizes)))]
 
     def _may_be_better(self, sizes: tuple[int, ...], best: tuple[int, ...]) -> bool:
         bound, makespan = self._bound(sizes), self.tried[best].makespan
-        if self._in_teams(sizes) < self._in_teams(best):
+        if self._in_compute_groups(sizes) < self._in_compute_groups(best):
             return bound < makespan
         return bound * (100 + _SLACK_PERCENT) < makespan * 100
 
@@ -175,9 +177,9 @@ class _Search:
         self.tried[sizes] = _multifit(items, self.loads, self._bound(sizes), _longest_first(items, self.loads))
 
     def _rank(self, sizes: tuple[int, ...]) -> tuple[int, int, tuple[int, ...]]:
-        return self.tried[sizes].makespan, self._in_teams(sizes), sizes
+        return self.tried[sizes].makespan, self._in_compute_groups(sizes), sizes
 
-    def _in_teams(self, sizes: tuple[int, ...]) -> int:
+    def _in_compute_groups(self, sizes: tuple[int, ...]) -> int:
         chosen = ((options[c].size, len(names)) for c, (options, names) in zip(sizes, self.kinds))
         return sum(size * count for size, count in chosen if size > 1)
 
