@@ -219,7 +219,7 @@ def timed(variant: str, options: argparse.Namespace, device: torch.device) -> di
         "host_ahead_ms": host_ahead(),
         "peak_bytes": torch.cuda.max_memory_allocated() if device.type == "cuda" else 0,
     }
-    offload = None if adamw else optimizer._current_engine().offload
+    offload = None if adamw else optimizer.current_context().store.offload
     if offload is not None:  # before state is asked for, which brings all of it home
         row |= {
             "lent_bytes": offload.peak_bytes, "largest_piece": offload.largest_bytes, "left_bytes": offload.left_bytes,

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import hf_emopt.engine.engine
+import hf_emopt.engine.context
+import hf_emopt.engine.cpu_params
 import hf_emopt.state.offload
 
 
@@ -74,13 +75,14 @@ def late_copies() -> Iterator[Record]:
             return record.pinned[-1]
         return tensor
 
-    engine: Any = hf_emopt.engine.engine
-    originals = engine.channel_to, engine.home_of
-    engine.channel_to, engine.home_of = (lambda device: LateChannel(record)), pin
+    context: Any = hf_emopt.engine.context
+    params: Any = hf_emopt.engine.cpu_params
+    originals = context.channel_to, params.home_of
+    context.channel_to, params.home_of = (lambda device: LateChannel(record)), pin
     try:
         yield record
     finally:
-        engine.channel_to, engine.home_of = originals
+        context.channel_to, params.home_of = originals
 
 
 class TwoStreams:

@@ -28,7 +28,7 @@ LAYERS = 12
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """A piece for each matrix."""
     monkeypatch.setenv("HF_EMOPT_MAX_BUCKET_NUMEL", "1100")
-    monkeypatch.setattr("hf_emopt.engine.adamw_bucket.MAX_BUCKET_NUMEL", 2000)
+    monkeypatch.setattr("hf_emopt.engine.adamw_step.MAX_BUCKET_NUMEL", 2000)
     monkeypatch.setattr("hf_emopt.state.offload.PARCEL_BYTES", 2**10)
 
 
@@ -69,7 +69,7 @@ def step(model: nn.Module, optimizer: MatrixOptimizer, seed: int, passes: int = 
 
 
 def offload_of(optimizer: MatrixOptimizer) -> StateOffload:
-    offload = vars(optimizer)["_engine"].offload
+    offload = vars(optimizer)["_context"].store.offload
     assert isinstance(offload, StateOffload)
     return offload
 
@@ -333,7 +333,7 @@ def test_the_order_is_the_model_s_and_not_that_of_groups() -> None:
         [(f"blocks.{i}.weight", named[f"blocks.{i}.weight"]) for i in half] for half in ((4, 5, 6, 7), (0, 1, 2, 3))
     ]
     optimizer = hf_emopt.Muon([{"params": half} for half in halves], offload_state="cpu")
-    engine = optimizer._current_engine()
+    engine = optimizer.current_context()
     names = [f"blocks.{i}.weight" for i in range(8)]
     assert late_in_backward(engine, names) is named["blocks.1.weight"]
     assert late_in_backward(engine, [names[7], *names[:7]]) is named["blocks.0.weight"]
@@ -344,7 +344,7 @@ def test_more_room_is_filled_earlier(room: str, block: int, monkeypatch: pytest.
     """A quarter of the pass for the two buckets that three leave, up to half of it for more. The room is the engine's own."""
     monkeypatch.setenv("HF_EMOPT_OFFLOAD_BUCKETS", room)
     model, optimizer = built()
-    engine = optimizer._current_engine()
+    engine = optimizer.current_context()
     monkeypatch.setenv("HF_EMOPT_OFFLOAD_BUCKETS", "3")
     named = dict(model.named_parameters())
     found = late_in_backward(engine, list(named))

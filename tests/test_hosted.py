@@ -105,7 +105,7 @@ def test_the_same_weights_fetched_early_and_stored_late(rule: str) -> None:
 def test_state_is_pinned_where_the_flat_tensor_is(pinned: bool) -> None:
     with late_copies() as late:
         _, optimizer = offloaded("muon", torch.device("cpu"), pinned)
-    with optimizer._as_built():
+    with optimizer.as_built():
         kept = [
             value
             for group in optimizer.param_groups
@@ -125,7 +125,7 @@ def test_streams(rule: str, pinned: bool) -> None:
     for found, wanted in zip(flats, plain(rule, "cuda"), strict=True):
         assert found.device.type == "cpu"
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
-    with optimizer._as_built():
+    with optimizer.as_built():
         for group in optimizer.param_groups:
             for p in group["params"]:
                 for key, value in optimizer.state[p].items():

@@ -305,10 +305,10 @@ def test_absent_gradients_do_not_disturb_others(cls, policy: str) -> None:
     start = together[2].detach().clone()
     alone = nn.Parameter(start.clone())
     single = cls([alone], lr=0.01, max_preconditioner_dim=8, **{"precondition_frequency": 4, **options})
-    single._current_engine()
-    both._current_engine()
+    single.current_context()
+    both.current_context()
     # The place in the period is a matter of the whole plan; here it is the step that is compared.
-    single._engine._slots = {("param.0", 0, 0): both._engine._slots["param.2", 0, 0]}
+    single.context.schedule.steps = {("param.0", 0, 0): both.context.schedule.steps["param.2", 0, 0]}
     for step in range(10):
         grads = gradients(step)
         for i, p in enumerate(together):
@@ -337,7 +337,7 @@ def test_asynchronous_results_come_exactly_when_stated(cls) -> None:
                 changes[d].append(step)
         previous = current
     # The first refresh is there at once; each later one is begun in its slot and used four steps on.
-    for d, slot in enumerate(optimizer._engine._slots["param.0", 0, 0]):
+    for d, slot in enumerate(optimizer.context.schedule.steps["param.0", 0, 0]):
         assert changes[d] == [t + 4 for t in range(1, 10) if t % 6 == slot]
 
 
@@ -757,4 +757,4 @@ def test_a_shorter_period_refreshes_every_side_in_time(cls) -> None:
     run(params, optimizer, range(3))
     optimizer.param_groups[0]["precondition_frequency"] = 2
     run(params, optimizer, range(3, 4))
-    assert {slot for pieces in optimizer._engine._slots.values() for slot in pieces} <= {0, 1}
+    assert {slot for pieces in optimizer.context.schedule.steps.values() for slot in pieces} <= {0, 1}

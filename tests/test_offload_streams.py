@@ -22,7 +22,7 @@ EDITS = {3: "replaced", 7: "in place", 11: "by .data"}
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many pieces of a small model, and parcels of a tensor or two."""
     monkeypatch.setenv("HF_EMOPT_MAX_BUCKET_NUMEL", "11000")
-    monkeypatch.setattr("hf_emopt.engine.adamw_bucket.MAX_BUCKET_NUMEL", 13_000)
+    monkeypatch.setattr("hf_emopt.engine.adamw_step.MAX_BUCKET_NUMEL", 13_000)
     monkeypatch.setattr("hf_emopt.state.offload.PARCEL_BYTES", 2**14)
 
 
@@ -82,7 +82,7 @@ def run(rule: str, state_dtype: str, **options: Any) -> tuple[list[Tensor], list
             absent = step in (2, 5, 6) and name.startswith(("blocks.1", "table"))
             p.grad = None if absent or (step <= 5 and name.startswith("late")) else gradient
         optimizer.step()
-        offload = optimizer._current_engine().offload
+        offload = optimizer.current_context().store.offload
         if offload is not None:
             assert offload.resident_bytes <= offload.largest_bytes
             assert offload.peak_bytes <= room_in_buckets() * offload.largest_bytes
@@ -138,7 +138,7 @@ def test_what_is_brought_ahead_is_used(early: bool) -> None:
             for p in model.parameters():
                 p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step))
             optimizer.step()
-            offload = optimizer._current_engine().offload
+            offload = optimizer.current_context().store.offload
             assert offload is not None
             if step == 0:
                 pieces = offload.fetched_late
@@ -161,4 +161,4 @@ def test_a_copy_of_the_optimizer_goes_on_alike() -> None:
                 p.grad = torch.full_like(p, 0.5)
             o.step()
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters()))
-    assert other._current_engine().offload is not optimizer._current_engine().offload
+    assert other.current_context().store.offload is not optimizer.current_context().store.offload

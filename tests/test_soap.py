@@ -129,7 +129,7 @@ def test_moments_are_carried_through_a_turn() -> None:
     optimizer = hf_emopt.SOAP([p], precondition_frequency=100, refresh="synchronous")
     run([p], optimizer, grads)
     rule, group = optimizer.rule, optimizer.param_groups[0]
-    storage = optimizer._engine.states.by_batch[0, 0]
+    storage = optimizer.context.store.by_batch[0, 0]
     (block,) = rule.blocks(torch.zeros(1, 6, 9, dtype=torch.float64), storage, group)
 
     def original(name: str) -> Tensor:

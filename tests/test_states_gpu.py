@@ -37,7 +37,7 @@ def test_offload_changes_no_bit(rule: str, state_dtype: str) -> None:
             optimizer.step()
         ends.append([p.detach().clone() for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*ends))
-    engine = optimizer._current_engine()
+    engine = optimizer.current_context()
     assert 0 < engine.offload.resident_bytes <= engine.offload.largest_bytes
     held = [(k, v) for s in optimizer.state.values() for k, v in s.items() if k not in ("step", "rounds")]
     assert all(v.device.type == "cpu" and (v.is_pinned() or k.startswith("pending")) for k, v in held)

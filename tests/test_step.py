@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import hf_emopt
 from hf_emopt.distributed.exchange import Arrival
 from hf_emopt.distributed.layout import UnsupportedLayoutError
+from hf_emopt.engine.context import ApplyStream
 from hf_emopt.engine.pipeline import pipeline
 
 OPTIMIZERS = (hf_emopt.Muon, hf_emopt.NorMuon)
@@ -370,25 +371,22 @@ def test_a_step_that_fails_leaves_nothing_beside_it(monkeypatch: pytest.MonkeyPa
     assert joins
 
 
-def test_updates_land_beside_other_work_only_where_a_collective_brings_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_updates_are_applied_on_a_stream_of_their_own_only_where_a_collective_brings_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """What was packed here (an expert of this rank, a matrix that each rank transforms) is ready on its own stream alone."""
-    model = nn.Linear(8, 8, bias=False)
-    optimizer, landed = hf_emopt.Muon(model), []
-    model.weight.grad = torch.randn(8, 8)
-    optimizer.step()
-    engine = optimizer._engine
-    assert engine is not None
+    apply_stream, held = ApplyStream(()), []
 
     def holding(device: torch.device, reads: tuple[Tensor, ...]) -> contextlib.AbstractContextManager[None]:
-        landed.append(reads)
+        held.append(reads)
         return contextlib.nullcontext()
 
-    monkeypatch.setattr(engine._landing, "is_open", lambda *_: True)
-    monkeypatch.setattr(engine._landing, "holding", holding)
+    monkeypatch.setattr(apply_stream._streams, "is_open", lambda *_: True)
+    monkeypatch.setattr(apply_stream._streams, "holding", holding)
     buffer, sent = torch.zeros(3), torch.zeros(2)
-    with engine.landing(model.weight, Arrival(buffer)):
-        assert not landed
-    with engine.landing(model.weight, Arrival(buffer, (object(),), (sent,))):
-        assert len(landed) == 1
-    assert landed[0][0] is buffer
-    assert landed[0][1] is sent
+    with apply_stream.waiting_for(Arrival(buffer)):
+        assert not held
+    with apply_stream.waiting_for(Arrival(buffer, (object(),), (sent,))):
+        assert len(held) == 1
+    assert held[0][0] is buffer
+    assert held[0][1] is sent

@@ -9,23 +9,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_emopt.checkpoint.gather import materialize
-from hf_emopt.checkpoint.matching import check_groups, live_names, load_into, merged_group
-from hf_emopt.distributed.layout import Grid
+from hf_emopt.checkpoint.matching import check_groups, live_names, merged_group
+from hf_emopt.distributed.layout import Grid, Partition
 from hf_emopt.distributed.plan import Plan
 from hf_emopt.distributed.planner import as_first_planned, hyperparameters
-from hf_emopt.rules.base import Group
+from hf_emopt.engine.context import StepContext
+from hf_emopt.rules.base import Group, MatrixRule
 from hf_emopt.state.keys import is_count, is_shaped
 
-if TYPE_CHECKING:
-    from hf_emopt.checkpoint.interface import Checkpointable
-
-__all__ = ["emitted_runs", "is_runs", "loaded_runs", "merged", "whole_of"]
+__all__ = [
+    "MatchedRuns", "check_owned_runs", "emitted_runs", "is_runs", "matched_runs", "merged", "owned_runs", "whole_of",
+]  # fmt: skip
 
 SPANS, SHAPES, FLATS, OWNED, PRICED = "spans", "shapes", "flats", "owned", "priced"
 """Keys of a saved group, with an entry for each flattened parameter: ``(start, stop)`` of the saved run; the shape; ``(flat,
@@ -38,26 +38,32 @@ def is_runs(state_dict: dict[str, Any]) -> bool:
     return any(SPANS in group for group in state_dict["param_groups"])
 
 
-def emitted_runs(optimizer: Checkpointable, plain_state_dict: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def emitted_runs(
+    context: StepContext | None,
+    where: Callable[[Partition], tuple[int, int]],
+    groups: Sequence[Group],
+    cost_snapshot: Sequence[Group],
+    has_state: bool,
+    plain_state_dict: Callable[[], dict[str, Any]],
+) -> dict[str, Any]:
     """This rank's ``state_dict``. No collective.
 
     Args:
-        optimizer: with its groups as they were built (:meth:`hf_emopt.optimizers.flat_groups.Flattened.exposed`).
+        context: of the plans; ``None`` where there was no step.
+        where: gives the number of the flat tensor that a partition is in, and its offset there.
+        groups: the optimizer's as they were built.
+        cost_snapshot: hyperparameters with which owners were assigned.
+        has_state: the optimizer has state; then there is a context.
         plain_state_dict: torch's own.
     """
-    engine = optimizer._engine
-    if any("step" in state for state in optimizer.state.values()):
-        if engine is None:  # state was loaded, and no step has made plans since
-            engine = optimizer._current_engine()
-        engine.settle()
-        materialize(engine)
-    owned = {} if engine is None else _owned(engine.plan, engine.grids)
+    if has_state and context is not None:
+        context.finish_pending()
+        materialize(context)
+    owned = {} if context is None else owned_runs(context.plan, context.ranks.grids)
     plain = plain_state_dict()
-    flattened = optimizer._flattened
-    assert flattened is not None
-    prices = hyperparameters(as_first_planned(optimizer.param_groups, optimizer._priced))
-    for saved, group, priced in zip(plain["param_groups"], optimizer.param_groups, prices):
-        saved[FLATS] = [list(flattened.where(part)) for part in group["params"]]
+    prices = hyperparameters(as_first_planned(groups, cost_snapshot))
+    for saved, group, priced in zip(plain["param_groups"], groups, prices):
+        saved[FLATS] = [list(where(part)) for part in group["params"]]
         saved[OWNED] = [owned.get(name, []) for name in group["param_names"]]
         saved[PRICED] = priced
         saved[SPANS] = [list(part.span) for part in group["params"]]
@@ -70,7 +76,7 @@ def emitted_runs(optimizer: Checkpointable, plain_state_dict: Callable[[], dict[
     return {**plain, "state": state}
 
 
-def _owned(plan: Plan, grids: dict[str, Grid]) -> dict[str, list[list[int]]]:
+def owned_runs(plan: Plan, grids: dict[str, Grid]) -> dict[str, list[list[int]]]:
     """Runs of each matrix parameter that this rank transforms."""
     found: dict[str, list[list[int]]] = {}
     for bucket in plan.buckets:
@@ -79,21 +85,45 @@ def _owned(plan: Plan, grids: dict[str, Grid]) -> dict[str, list[list[int]]]:
     return found
 
 
-def loaded_runs(optimizer: Checkpointable, state_dict: dict[str, Any]) -> None:
-    """Puts this rank's :func:`emitted_runs` back.
+@dataclass(frozen=True)
+class MatchedRuns:
+    """One rank's saved part of flattened parameters, checked against the parameters that there are.
+
+    Attributes:
+        by_name: state by live parameter name.
+        groups: the checkpoint's, without keys of this form.
+        owned: runs whose matrices the rank transformed, by name.
+        cost_snapshot: hyperparameters with which owners were assigned.
+    """
+
+    by_name: dict[str, dict[str, Any]]
+    groups: list[Group]
+    owned: dict[str, list[list[int]]]
+    cost_snapshot: list[Group]
+
+    @property
+    def has_state(self) -> bool:
+        """Whether any parameter has state."""
+        return any("step" in entry for entry in self.by_name.values())
+
+
+def matched_runs(rule: MatrixRule, groups: Sequence[Group], state_dict: dict[str, Any]) -> MatchedRuns:
+    """This rank's :func:`emitted_runs`, for parameters that are cut as they were.
+
+    Args:
+        rule, groups: the optimizer's; groups as they were built.
 
     Raises:
-        ValueError: when it is of other parameters, of another optimizer, or of parameters that were cut in another way; the
-            optimizer is then as it was.
+        ValueError: it is of other parameters, of another optimizer, or of parameters that were cut in another way.
     """
     saved_groups = [dict(group) for group in state_dict["param_groups"]]
-    check_groups(optimizer, saved_groups)
+    check_groups(rule, groups, saved_groups)
     by_name: dict[str, dict[str, Any]] = {}
     owned: dict[str, list[list[int]]] = {}
     # Before files said with which, owners followed from the hyperparameters that were saved.
-    live = [merged_group(group, saved) for group, saved in zip(optimizer.param_groups, saved_groups)]
+    live = [merged_group(group, saved) for group, saved in zip(groups, saved_groups)]
     priced = [saved.pop(PRICED, now) for saved, now in zip(saved_groups, hyperparameters(live))]
-    for saved, group in zip(saved_groups, optimizer.param_groups):
+    for saved, group in zip(saved_groups, groups):
         names = live_names(saved["param_names"], group["param_names"])
         if names != group["param_names"]:
             raise ValueError(
@@ -114,21 +144,16 @@ def loaded_runs(optimizer: Checkpointable, state_dict: dict[str, Any]) -> None:
                 )
         for name, index in zip(names, saved["params"]):
             by_name[name] = state_dict["state"].get(index, {})
-    if any("step" in entry for entry in by_name.values()):
-        _check_owned(optimizer, owned, priced)
-    optimizer._forget_plan()
-    load_into(optimizer, by_name, saved_groups)
-    optimizer._priced = priced
+    return MatchedRuns(by_name, saved_groups, owned, priced)
 
 
-def _check_owned(optimizer: Checkpointable, owned: dict[str, list[list[int]]], priced: list[Group]) -> None:
-    """Sees that this rank transforms the matrices whose state it saved, and no others."""
-    before, optimizer._priced = optimizer._priced, priced
-    try:
-        planned = _owned(optimizer._plan_anew(), optimizer._grids())
-    finally:
-        optimizer._priced = before
-    for name, runs in owned.items():
+def check_owned_runs(saved: dict[str, list[list[int]]], planned: dict[str, list[list[int]]]) -> None:
+    """Checks that this rank transforms the matrices whose state it saved, and no others.
+
+    Raises:
+        ValueError: naming a parameter.
+    """
+    for name, runs in saved.items():
         if [list(run) for run in runs] != planned.get(name, []):
             raise ValueError(
                 f"{name}: the checkpoint of this rank has the state of the matrices in elements {runs or 'none'}, and by "

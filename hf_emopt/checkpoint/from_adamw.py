@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +18,7 @@ from hf_emopt.checkpoint.matching import live_names
 from hf_emopt.distributed.layout import whole_shape
 from hf_emopt.formats.master_weights import init_weight_state
 from hf_emopt.formats.moments import converted
-from hf_emopt.rules.base import Group, state_dtype
-
-if TYPE_CHECKING:
-    from hf_emopt.checkpoint.interface import Checkpointable
+from hf_emopt.rules.base import Group, MatrixRule, state_dtype
 
 __all__ = ["from_adamw", "is_adamw", "trainer_decay_names"]
 
@@ -49,19 +46,26 @@ def trainer_decay_names(model: nn.Module) -> list[str]:
     ]
 
 
-def from_adamw(optimizer: Checkpointable, state_dict: dict[str, Any]) -> tuple[dict[str, dict[str, Any]], list[Group]]:
+def from_adamw(
+    rule: MatrixRule, live_groups: Sequence[Group], state_dict: dict[str, Any], model: nn.Module | None
+) -> tuple[dict[str, dict[str, Any]], list[Group]]:
     """State by live parameter name, and groups, from a checkpoint of AdamW.
 
     Hyperparameters stay the optimizer's own. Learning rates are scaled as the checkpoint's were by its schedule
     (``lr / initial_lr``), where the live groups have a schedule too.
 
+    Args:
+        rule, live_groups: the optimizer's.
+        state_dict: of AdamW.
+        model: that the optimizer was built from, whose order names parameters that have no names; ``None`` if not known.
+
     Raises:
         ValueError: when it cannot be told which saved moments are whose, or shapes differ; nothing was changed by then.
     """
-    state = _by_name(optimizer, state_dict)
+    state = _by_name(live_groups, state_dict, model)
     by_name: dict[str, dict[str, Any]] = {}
     kept = fresh = 0
-    for group in optimizer.param_groups:
+    for group in live_groups:
         for name, param in zip(group["param_names"], group["params"]):
             entry = state[name]
             by_name[name] = {}
@@ -70,13 +74,13 @@ def from_adamw(optimizer: Checkpointable, state_dict: dict[str, Any]) -> tuple[d
                 kept += 1
                 by_name[name] = _moments(entry, param, group)
     warnings.warn(
-        f"the optimizer state was saved by AdamW: {fresh} matrices start with fresh {optimizer.rule.name} state, and the "
+        f"the optimizer state was saved by AdamW: {fresh} matrices start with fresh {rule.name} state, and the "
         f"AdamW moments of {kept} auxiliary parameters are kept. Hyperparameters are this optimizer's own."
-        f"{_unknown_schedule(optimizer, state_dict['param_groups'])}",
+        f"{_unknown_schedule(live_groups, state_dict['param_groups'])}",
         stacklevel=5,
     )
     scale = _schedule_scale(state_dict["param_groups"])
-    return by_name, [{**g, "lr": g["initial_lr"] * scale} if "initial_lr" in g else g for g in optimizer.param_groups]
+    return by_name, [{**g, "lr": g["initial_lr"] * scale} if "initial_lr" in g else g for g in live_groups]
 
 
 def _moments(entry: dict[str, Any], param: Tensor, group: Group) -> dict[str, Any]:
@@ -99,9 +103,9 @@ def _schedule_scale(groups: Sequence[Group]) -> float:
     return 1.0
 
 
-def _unknown_schedule(optimizer: Checkpointable, groups: Sequence[Group]) -> str:
+def _unknown_schedule(live_groups: Sequence[Group], groups: Sequence[Group]) -> str:
     """What to say where the checkpoint does not tell its peak learning rate: no schedule, or ``ReduceLROnPlateau``."""
-    saved, live = float(groups[0]["lr"]), float(optimizer.param_groups[0]["lr"])
+    saved, live = float(groups[0]["lr"]), float(live_groups[0]["lr"])
     if saved == live or any("initial_lr" in group for group in groups):
         return ""
     return (
@@ -110,9 +114,11 @@ def _unknown_schedule(optimizer: Checkpointable, groups: Sequence[Group]) -> str
     )
 
 
-def _by_name(optimizer: Checkpointable, state_dict: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def _by_name(
+    live_groups: Sequence[Group], state_dict: dict[str, Any], model: nn.Module | None
+) -> dict[str, dict[str, Any]]:
     """The saved entries by live parameter name, each checked against the parameter's shape."""
-    live = {name: p for g in optimizer.param_groups for name, p in zip(g["param_names"], g["params"])}
+    live = {name: p for g in live_groups for name, p in zip(g["param_names"], g["params"])}
     groups = state_dict["param_groups"]
     indices = [index for group in groups for index in group["params"]]
     if indices and all(isinstance(index, str) for index in indices):
@@ -120,7 +126,7 @@ def _by_name(optimizer: Checkpointable, state_dict: dict[str, Any]) -> dict[str,
     elif all("param_names" in group for group in groups):
         names = [name for group in groups for name in group["param_names"]]
     else:
-        names = _by_order(optimizer, [len(group["params"]) for group in groups])
+        names = _by_order(model, [len(group["params"]) for group in groups])
     names = live_names(names, list(live))
     if len(names) != len(indices) or set(names) != set(live):
         missing, foreign = sorted(set(live) - set(names))[:5], sorted(set(names) - set(live))[:5]
@@ -143,9 +149,8 @@ def _by_name(optimizer: Checkpointable, state_dict: dict[str, Any]) -> dict[str,
     return entries
 
 
-def _by_order(optimizer: Checkpointable, sizes: list[int]) -> list[str]:
+def _by_order(model: nn.Module | None, sizes: list[int]) -> list[str]:
     """Names for a state that has none: the model's order, in one group or in Trainer's two."""
-    model = None if optimizer._model is None else optimizer._model()
     if model is not None:
         trained = [name for name, p in model.named_parameters() if p.requires_grad]
         if sizes == [len(trained)]:

@@ -15,15 +15,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from hf_emopt.distributed.consensus import control_device
-from hf_emopt.distributed.layout import Partition, Storage, chunk_regions, storage_of
+from hf_emopt.distributed.first_step_checks import control_device
+from hf_emopt.distributed.layout import Partition, Storage, chunk_regions, compute_device, storage_of
 from hf_emopt.distributed.plan import Bucket, OwnedRegion
-from hf_emopt.engine.engine import Engine
+from hf_emopt.engine.context import StepContext
 from hf_emopt.formats.moments import is_scale
 from hf_emopt.rules.base import Group
-from hf_emopt.state.forms import elementwise_state, laid_out, matrix_state, shape_of_entry
+from hf_emopt.state.forms import elementwise_state, laid_out, matrix_state, part_of, shape_of_entry
 from hf_emopt.state.keys import is_count, is_shaped
-from hf_emopt.state.placement import compute_device, part_of
 
 __all__ = [
     "as_parameter",
@@ -41,39 +40,41 @@ State = dict[str, Any]
 _SPREAD_NUMEL = 2**12
 
 
-def materialize(engine: Engine) -> None:
+def materialize(context: StepContext) -> None:
     """Makes all state that there is not yet, as it is before a first step, with the same keys on every rank.
 
     ``torch.distributed.checkpoint`` asks for an entry of every trainable parameter on every rank, and takes the keys that
     it looks for in a file from ``optimizer.state``. So what another rank owns has an empty tensor here.
     """
-    for plan in (engine.plan, engine.aux_plan):
+    for plan in (context.plan, context.aux_plan):
         for index, bucket in enumerate(plan.buckets):
-            group = engine.groups[bucket.group]
+            group = context.groups[bucket.group]
             for i in range(len(bucket.parameters)):
-                state = engine.states.of(bucket, i)
-                if plan is engine.plan and engine.rule.scheduled:
+                state = context.store.of(bucket, i)
+                if plan is context.plan and context.rule.scheduled:
                     state.setdefault("rounds", torch.zeros((), dtype=torch.int64))
-            if plan is engine.plan:
-                for b, batch in enumerate(engine.batches(index, bucket)):
-                    engine.states.of_batch((index, b), bucket, batch, group)
+            if plan is context.plan:
+                for b, batch in enumerate(context.batches(index, bucket)):
+                    context.store.of_batch((index, b), bucket, batch, group)
             if bucket.storage.world_size > 1:
                 for i in range(len(bucket.parameters)):
-                    state = engine.states.of(bucket, i)
-                    for key in _expected(engine, bucket, i):
+                    state = context.store.of(bucket, i)
+                    for key in _expected(context, bucket, i):
                         if key not in state:
                             state[key] = torch.empty(0)
-    planned = {p.name for plan in (engine.plan, engine.aux_plan) for bucket in plan.buckets for p in bucket.parameters}
-    for group, params in zip(engine.groups, engine.params):
+    planned = {
+        p.name for plan in (context.plan, context.aux_plan) for bucket in plan.buckets for p in bucket.parameters
+    }
+    for group, params in zip(context.groups, context.params):
         for name, param in zip(group["param_names"], params):
             if name not in planned:
-                engine.states.ready(param, group)
+                context.store.ready(param, group)
 
 
-def _expected(engine: Engine, bucket: Bucket, i: int) -> State:
+def _expected(context: StepContext, bucket: Bucket, i: int) -> State:
     """The whole state of a parameter as the rule starts it, without memory."""
-    param, group = engine.parameter(bucket, i), engine.groups[bucket.group]
-    return _start(engine, bucket, i, _meta(param), torch.empty(0, dtype=param.dtype, device="meta"), group)
+    param, group = context.parameter(bucket, i), context.groups[bucket.group]
+    return _start(context, bucket, i, _meta(param), torch.empty(0, dtype=param.dtype, device="meta"), group)
 
 
 def _meta(param: Tensor) -> Tensor:
@@ -81,61 +82,61 @@ def _meta(param: Tensor) -> Tensor:
     return torch.empty(param.shape, dtype=param.dtype, device="meta")
 
 
-def _start(engine: Engine, bucket: Bucket, i: int, like: Tensor, matrix_view_like: Tensor, group: Group) -> State:
-    result = elementwise_state(engine.rule, group, like, like.shape)
+def _start(context: StepContext, bucket: Bucket, i: int, like: Tensor, matrix_view_like: Tensor, group: Group) -> State:
+    result = elementwise_state(context.rule, group, like, like.shape)
     if group["kind"] == "matrix":
         for u, matrix_view in enumerate(bucket.parameters[i].matrix_views):
-            state = matrix_state(engine.rule, group, matrix_view.shape, matrix_view_like)
+            state = matrix_state(context.rule, group, matrix_view.shape, matrix_view_like)
             result |= {f"{name}.{u}": value for name, value in state.items()}
     return result
 
 
-def fresh(engine: Engine) -> dict[str, State]:
+def fresh(context: StepContext) -> dict[str, State]:
     """Whole state as it is before a first step, on the host, of every parameter whose state lies with owners."""
     result: dict[str, State] = {}
-    for plan in (engine.plan, engine.aux_plan):
+    for plan in (context.plan, context.aux_plan):
         for bucket in plan.buckets:
-            group = engine.groups[bucket.group]
+            group = context.groups[bucket.group]
             for i, parameter in enumerate(bucket.parameters):
-                if engine.states.owned(bucket, i) is None:
+                if context.store.owned(bucket, i) is None:
                     continue
-                param = engine.parameter(bucket, i).detach().cpu()
-                whole = _start(engine, bucket, i, param, torch.empty(0, dtype=param.dtype), group)
-                counts = {k: torch.zeros_like(v) for k, v in engine.states.of(bucket, i).items() if is_count(k)}
+                param = context.parameter(bucket, i).detach().cpu()
+                whole = _start(context, bucket, i, param, torch.empty(0, dtype=param.dtype), group)
+                counts = {k: torch.zeros_like(v) for k, v in context.store.of(bucket, i).items() if is_count(k)}
                 result[parameter.name] = whole | counts
     return result
 
 
-def gathered(engine: Engine, keep: bool = True) -> dict[str, State]:
+def gathered(context: StepContext, keep: bool = True) -> dict[str, State]:
     """Collective: whole state of every parameter whose state lies with owners, on the host.
 
     Args:
         keep: whether this rank wants it; others take part and return nothing.
     """
-    materialize(engine)
+    materialize(context)
     result: dict[str, State] = {}
-    for plan in (engine.plan, engine.aux_plan):
+    for plan in (context.plan, context.aux_plan):
         for bucket in plan.buckets:
             for i, parameter in enumerate(bucket.parameters):
-                state = engine.states.of(bucket, i)
+                state = context.store.of(bucket, i)
                 whole: State = {
                     key: value.detach().to("cpu", copy=True)
                     for key, value in state.items()
-                    if is_count(key) or (is_shaped(key) and engine.states.owned(bucket, i) is None)
+                    if is_count(key) or (is_shaped(key) and context.store.owned(bucket, i) is None)
                 }
-                if engine.states.owned(bucket, i) is not None:
-                    whole |= _whole_shaped(engine, bucket, i, keep)
-                whole |= whole_matrix_state(engine, bucket, i, lambda t: t.to("cpu", copy=True) if keep else None)
+                if context.store.owned(bucket, i) is not None:
+                    whole |= _whole_shaped(context, bucket, i, keep)
+                whole |= whole_matrix_state(context, bucket, i, lambda t: t.to("cpu", copy=True) if keep else None)
                 result[parameter.name] = whole
     return result if keep else {}
 
 
-def _whole_shaped(engine: Engine, bucket: Bucket, i: int, keep: bool) -> State:
+def _whole_shaped(context: StepContext, bucket: Bucket, i: int, keep: bool) -> State:
     """Elementwise state of a parameter, from the parts that owners have."""
-    param, group = engine.parameter(bucket, i), engine.groups[bucket.group]
-    expected = elementwise_state(engine.rule, group, _meta(param), param.shape)
-    state = engine.state[param]
-    mine = engine.states.owned(bucket, i) or []
+    param, group = context.parameter(bucket, i), context.groups[bucket.group]
+    expected = elementwise_state(context.rule, group, _meta(param), param.shape)
+    state = context.store.state[param]
+    mine = context.store.owned(bucket, i) or []
     result: State = {}
     for key, like in sorted(expected.items()):
         whole = torch.empty(like.shape, dtype=like.dtype, device=param.device)
@@ -152,20 +153,20 @@ def _whole_shaped(engine: Engine, bucket: Bucket, i: int, keep: bool) -> State:
                 )
                 offset += owned_region.shape[owned_region.dim] if owned_region.shape else 0
             shape = whole[where].shape
-            whole[where] = _from_owner(engine, bucket, owned_region, part, shape, like.dtype, param.device)
+            whole[where] = _from_owner(context, bucket, owned_region, part, shape, like.dtype, param.device)
         if keep:
             result[key] = whole.cpu()
     return result
 
 
-def whole_matrix_state(engine: Engine, bucket: Bucket, i: int, use: Callable[[Tensor], Any]) -> State:
+def whole_matrix_state(context: StepContext, bucket: Bucket, i: int, use: Callable[[Tensor], Any]) -> State:
     """Collective: matrix state of one parameter, one tensor at a time on all ranks, each handed to ``use``."""
-    parameter, group = bucket.parameters[i], engine.groups[bucket.group]
-    param = engine.parameter(bucket, i)
-    state = engine.state.get(param, {})
+    parameter, group = bucket.parameters[i], context.groups[bucket.group]
+    param = context.parameter(bucket, i)
+    state = context.store.state.get(param, {})
     result: State = {}
     for u, matrix_view in enumerate(parameter.matrix_views):
-        for name, like in sorted(_matrix_view_like(engine, matrix_view.shape, group, param).items()):
+        for name, like in sorted(_matrix_view_like(context, matrix_view.shape, group, param).items()):
             device = torch.device("cpu") if like.device.type == "cpu" else compute_device(param)
             whole = torch.empty(like.shape, dtype=like.dtype, device=device)
             offset = 0
@@ -174,35 +175,35 @@ def whole_matrix_state(engine: Engine, bucket: Bucket, i: int, use: Callable[[Te
                 place = owned_region.place(u)
                 if place is None:
                     continue
-                shape = _matrix_view_like(engine, owned_region.matrix_views[place].shape, group, param)[name].shape
+                shape = _matrix_view_like(context, owned_region.matrix_views[place].shape, group, param)[name].shape
                 where = _matrix_view_place(bucket, owned_region, place, like.shape, shape)
                 part = None
-                if owned_region.owner == engine.grid_of_bucket(bucket).position and present:
+                if owned_region.owner == context.ranks.grid(bucket).position and present:
                     part = state[f"{name}.{u}"][offset : offset + shape[0]]
                     offset += shape[0]
-                whole[where] = _from_owner(engine, bucket, owned_region, part, shape, like.dtype, device)
+                whole[where] = _from_owner(context, bucket, owned_region, part, shape, like.dtype, device)
             result[f"{name}.{u}"] = use(whole)
     return result
 
 
-def has_matrix_state(engine: Engine) -> bool:
+def has_matrix_state(context: StepContext) -> bool:
     """Whether any matrix has state of its own, beside what lies as its parameter does."""
     return any(
-        _matrix_view_like(engine, matrix_view.shape, engine.groups[bucket.group], engine.parameter(bucket, i))
-        for bucket in engine.plan.buckets
+        _matrix_view_like(context, matrix_view.shape, context.groups[bucket.group], context.parameter(bucket, i))
+        for bucket in context.plan.buckets
         for i, parameter in enumerate(bucket.parameters)
         for matrix_view in parameter.matrix_views
     )
 
 
-def sharded_matrix_state(engine: Engine) -> dict[str, State]:
+def sharded_matrix_state(context: StepContext) -> dict[str, State]:
     """Collective: matrix state of sharded parameters, as DTensors on the parameter's mesh, by parameter name."""
     result: dict[str, State] = {}
-    for bucket in engine.plan.buckets:
+    for bucket in context.plan.buckets:
         for i, parameter in enumerate(bucket.parameters):
-            param = engine.parameter(bucket, i)
-            if "step" in engine.state.get(param, {}) and isinstance(param, DTensor):
-                result[parameter.name] = whole_matrix_state(engine, bucket, i, partial(_spread, like=param))
+            param = context.parameter(bucket, i)
+            if "step" in context.store.state.get(param, {}) and isinstance(param, DTensor):
+                result[parameter.name] = whole_matrix_state(context, bucket, i, partial(_spread, like=param))
     return result
 
 
@@ -221,9 +222,11 @@ def _spread(whole: Tensor, like: DTensor) -> Tensor:
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
 
 
-def _matrix_view_like(engine: Engine, shape: tuple[int, int, int], group: Group, param: Tensor) -> dict[str, Tensor]:
+def _matrix_view_like(
+    context: StepContext, shape: tuple[int, int, int], group: Group, param: Tensor
+) -> dict[str, Tensor]:
     """Matrix state of a shape without its memory. What rules keep on the host comes out on the host."""
-    return matrix_state(engine.rule, group, shape, torch.empty(0, dtype=param.dtype, device="meta"))
+    return matrix_state(context.rule, group, shape, torch.empty(0, dtype=param.dtype, device="meta"))
 
 
 def _matrix_view_place(
@@ -240,7 +243,7 @@ def _matrix_view_place(
 
 
 def _from_owner(
-    engine: Engine,
+    context: StepContext,
     bucket: Bucket,
     owned_region: OwnedRegion,
     part: Tensor | None,
@@ -249,14 +252,14 @@ def _from_owner(
     device: torch.device,
 ) -> Tensor:
     """Broadcasts an owned region's part from its owner."""
-    grid = engine.grid_of_bucket(bucket)
+    grid = context.ranks.grid(bucket)
     if grid.world_size == 1:
         assert part is not None
         return part
     # Rather that of all ranks, which waits as long as the job's own collectives do: ranks come far apart before a checkpoint.
-    everyone = grid.world_size == dist.get_world_size(engine.council.group)
+    everyone = grid.world_size == dist.get_world_size(context.ranks.consensus.group)
     one = grid.shard_group if grid.replicas == 1 else grid.replica_group if grid.shards == 1 else None
-    group = engine.council.group if everyone or one is None else one
+    group = context.ranks.consensus.group if everyone or one is None else one
     wire = control_device(group)
     value = torch.empty(tuple(shape), dtype=dtype, device=wire) if part is None else part.to(wire).contiguous()
     # As bytes, since backends differ in which dtypes they move.
@@ -266,34 +269,34 @@ def _from_owner(
     return value.to(device)
 
 
-def keep_owned(engine: Engine, whole: dict[str, State]) -> None:
-    """Puts whole state into the engine's, each rank its own part of it."""
+def keep_owned(context: StepContext, whole: dict[str, State]) -> None:
+    """Puts whole state into the store, each rank its own part of it."""
     planned: set[str] = set()
-    for plan in (engine.plan, engine.aux_plan):
+    for plan in (context.plan, context.aux_plan):
         for bucket in plan.buckets:
             for i, parameter in enumerate(bucket.parameters):
                 if whole.get(parameter.name):
-                    param = engine.parameter(bucket, i)
-                    engine.state[param] = _own(engine, bucket, i, whole[parameter.name], param)
+                    param = context.parameter(bucket, i)
+                    context.store.state[param] = _own(context, bucket, i, whole[parameter.name], param)
                     planned.add(parameter.name)
-    for group in engine.groups:
+    for group in context.groups:
         for name, param in zip(group["param_names"], group["params"]):
             if name in planned or not whole.get(name):
                 continue
-            storage = storage_of(param, engine.grids[name])
-            engine.state[param] = {
-                key: as_parameter(value, param, storage, key, engine.states.home_device(param, key))
+            storage = storage_of(param, context.ranks.grids[name])
+            context.store.state[param] = {
+                key: as_parameter(value, param, storage, key, context.store.kept_device(param, key))
                 if is_shaped(key)
                 else value.detach().to("cpu" if key == "rounds" else param.device, copy=True)
                 for key, value in sorted(whole[name].items())
             }
-    engine.states.bring_home()
+    context.store.move_to_host()
 
 
-def _own(engine: Engine, bucket: Bucket, i: int, whole: State, param: Tensor) -> State:
-    parameter, group = bucket.parameters[i], engine.groups[bucket.group]
-    position = engine.grid_of_bucket(bucket).position
-    held = engine.states.owned(bucket, i)
+def _own(context: StepContext, bucket: Bucket, i: int, whole: State, param: Tensor) -> State:
+    parameter, group = bucket.parameters[i], context.groups[bucket.group]
+    position = context.ranks.grid(bucket).position
+    held = context.store.owned(bucket, i)
     mine = [s for s in bucket.owned(position) if s.parameter == i]
     device = compute_device(param)
     kept: State = {}
@@ -301,7 +304,7 @@ def _own(engine: Engine, bucket: Bucket, i: int, whole: State, param: Tensor) ->
         value = whole[key]
         if is_shaped(key):
             part = value if held is None else part_of(_full(value), held, key)
-            where = engine.states.home_device(param, key)
+            where = context.store.kept_device(param, key)
             if part is not None:
                 kept[key] = (
                     as_parameter(part, param, parameter.storage, key, where)
@@ -318,9 +321,9 @@ def _own(engine: Engine, bucket: Bucket, i: int, whole: State, param: Tensor) ->
                 place = owned_region.place(int(u))
                 if place is None:
                     continue
-                like = _matrix_view_like(engine, owned_region.matrix_views[place].shape, group, param)[name]
+                like = _matrix_view_like(context, owned_region.matrix_views[place].shape, group, param)[name]
                 parts.append(value[_matrix_view_place(bucket, owned_region, place, value.shape, like.shape)])
-                on_host = like.device.type == "cpu" or engine.offload is not None
+                on_host = like.device.type == "cpu" or context.store.offload is not None
                 device = torch.device("cpu") if on_host else compute_device(param)
             if parts:
                 kept[key] = torch.cat(parts).to(device, copy=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,13 +15,10 @@ from hf_emopt.formats.master_weights import WEIGHT_STATE
 from hf_emopt.formats.moments import coded_names, converted, scale_shape
 from hf_emopt.routing.matrix_view import MatrixView
 from hf_emopt.routing.packing import STRUCTURAL_KEYS, unpack_matrix_views
-from hf_emopt.rules.base import Group, state_dtype
+from hf_emopt.rules.base import Group, MatrixRule, state_dtype
 from hf_emopt.state.forms import elementwise_state, is_weight_state, matrix_state
 
-if TYPE_CHECKING:
-    from hf_emopt.checkpoint.interface import Checkpointable
-
-__all__ = ["PARTIAL", "STATE_VERSION", "check_groups", "live_names", "load_into", "matched", "merged_group"]
+__all__ = ["PARTIAL", "STATE_VERSION", "check_groups", "live_names", "loaded_state", "matched", "merged_group"]
 
 
 STATE_VERSION = 1
@@ -34,7 +31,7 @@ PARTIAL = "consolidated_elsewhere"
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 
 
-def check_groups(optimizer: Checkpointable, saved_groups: Sequence[Group]) -> None:
+def check_groups(rule: MatrixRule, groups: Sequence[Group], saved_groups: Sequence[Group]) -> None:
     """Refuses groups of a newer version, of another rule or of another number.
 
     Raises:
@@ -45,24 +42,34 @@ def check_groups(optimizer: Checkpointable, saved_groups: Sequence[Group]) -> No
         raise ValueError(
             f"the optimizer state has version {newest}, this hf_emopt reads up to {STATE_VERSION}: upgrade it"
         )
-    rules = {g["rule"] for g in saved_groups if "rule" in g} - {optimizer.rule.name}
+    rules = {g["rule"] for g in saved_groups if "rule" in g} - {rule.name}
     if rules:
         raise ValueError(
             f"another optimizer saved it: the optimizer state is of {', '.join(sorted(rules))}, this optimizer is "
-            f"{optimizer.rule.name}"
+            f"{rule.name}"
         )
-    if len(saved_groups) != len(optimizer.param_groups):
+    if len(saved_groups) != len(groups):
         raise ValueError(
-            f"the optimizer state has {len(saved_groups)} parameter groups, this optimizer {len(optimizer.param_groups)} "
-            f"({', '.join(g['name'] for g in optimizer.param_groups)}); were layers frozen or routed differently?"
+            f"the optimizer state has {len(saved_groups)} parameter groups, this optimizer {len(groups)} "
+            f"({', '.join(g['name'] for g in groups)}); were layers frozen or routed differently?"
         )
 
 
-def matched(optimizer: Checkpointable, state_dict: dict[str, Any]) -> tuple[dict[str, dict[str, Any]], list[Group]]:
+def matched(
+    rule: MatrixRule,
+    groups: Sequence[Group],
+    state_dict: dict[str, Any],
+    views_of_slices: Callable[[], dict[str, tuple[MatrixView, ...]]],
+) -> tuple[dict[str, dict[str, Any]], list[Group]]:
     """The checkpoint's state by live parameter name, and its groups.
 
     Parameters are paired by name where both sides know names, by position otherwise. Names may differ in what DDP,
     ``torch.compile`` and checkpoint wrappers add to them.
+
+    Args:
+        rule, groups: the optimizer's.
+        state_dict: whole, of any layout.
+        views_of_slices: gives, for parameters whose slices are matrices of their own, these matrices.
 
     Raises:
         ValueError: naming what does not fit (groups, names, shapes, state of another optimizer); nothing was changed by
@@ -70,7 +77,7 @@ def matched(optimizer: Checkpointable, state_dict: dict[str, Any]) -> tuple[dict
     """
     saved_groups = state_dict["param_groups"]
     state = state_dict["state"]
-    live = {name: p for g in optimizer.param_groups for name, p in zip(g["param_names"], g["params"])}
+    live = {name: p for g in groups for name, p in zip(g["param_names"], g["params"])}
     if any(g.get(PARTIAL) for g in saved_groups):
         raise ValueError(
             "this optimizer state comes from a rank other than the one that consolidate_state_dict() had brought it to, and "
@@ -81,11 +88,11 @@ def matched(optimizer: Checkpointable, state_dict: dict[str, Any]) -> tuple[dict
             "this optimizer state is one rank's part of a DeepSpeed ZeRO checkpoint: `hf-emopt convert CHECKPOINT OUTPUT` "
             "makes of all ranks' files one that every layout loads"
         )
-    check_groups(optimizer, saved_groups)
-    saved_groups = _in_live_order(saved_groups, optimizer.param_groups)
+    check_groups(rule, groups, saved_groups)
+    saved_groups = _in_live_order(saved_groups, groups)
     by_name: dict[str, dict[str, Any]] = {}
-    parts = optimizer.matrix_views_of_slices()
-    for saved, group in zip(saved_groups, optimizer.param_groups):
+    parts = views_of_slices()
+    for saved, group in zip(saved_groups, groups):
         names = live_names(_saved_names(saved) or group["param_names"], group["param_names"])
         if len(saved["params"]) != len(group["params"]) or set(names) != set(group["param_names"]):
             missing = sorted(set(group["param_names"]) - set(names))[:5]
@@ -103,12 +110,12 @@ def matched(optimizer: Checkpointable, state_dict: dict[str, Any]) -> tuple[dict
             matrix_views = parts.get(name) or (
                 unpack_matrix_views(group["units"][positions[name]]) if "units" in group else ()
             )
-            _check_kinds(optimizer, name, live[name], entry, merged_group(group, saved), matrix_views)
+            _check_kinds(rule, name, live[name], entry, merged_group(group, saved), matrix_views)
             by_name[name] = entry
     return by_name, saved_groups
 
 
-def _in_live_order(saved: list[Group], live: list[Group]) -> list[Group]:
+def _in_live_order(saved: list[Group], live: Sequence[Group]) -> list[Group]:
     """The saved groups as the live ones follow each other, where their names say which is which."""
     order = []
     for group in live:
@@ -144,7 +151,7 @@ def merged_group(live: Group, saved: Group) -> Group:
 
 
 def _check_kinds(
-    optimizer: Checkpointable,
+    rule: MatrixRule,
     name: str,
     param: Tensor,
     entry: dict[str, Any],
@@ -155,11 +162,11 @@ def _check_kinds(
     if whole_numel(param) == 0:
         return
     meta = torch.empty(whole_shape(param), dtype=param.dtype, device="meta")
-    fresh = elementwise_state(optimizer.rule, group, meta, meta.shape)
+    fresh = elementwise_state(rule, group, meta, meta.shape)
     wanted = {key: tuple(value.shape) for key, value in fresh.items() if not is_weight_state(key)}
     if group["kind"] == "matrix":
         for index, matrix_view in enumerate(matrix_views):
-            state = matrix_state(optimizer.rule, group, matrix_view.shape, meta)
+            state = matrix_state(rule, group, matrix_view.shape, meta)
             wanted |= {f"{key}.{index}": tuple(value.shape) for key, value in state.items()}
     missing = sorted(set(wanted) - set(entry)) if "step" in entry else []
     wrong = sorted(k for k, shape in wanted.items() if torch.is_tensor(entry.get(k)) and entry[k].shape != shape)
@@ -170,7 +177,7 @@ def _check_kinds(
             what = f"{', '.join(foreign)} is none of this optimizer's"
         raise ValueError(
             f"{name}: the optimizer state holds {', '.join(sorted(entry))} and {what}: another optimizer saved it, or this "
-            f"one ({optimizer.rule.name}) with other options such as per_head, or with tensor_parallel='blockwise' on "
+            f"one ({rule.name}) with other options such as per_head, or with tensor_parallel='blockwise' on "
             "another number of ranks; load it with those"
         )
 
@@ -190,29 +197,31 @@ def _check_shapes(name: str, param: Tensor, entry: dict[str, Any]) -> None:
             raise ValueError(f"{name}: the optimizer state's {key} has shape {tuple(value.shape)}, {of} {shape}")
 
 
-def load_into(optimizer: Checkpointable, by_name: dict[str, dict[str, Any]], saved_groups: list[Group]) -> None:
-    """Puts a matched state and the checkpoint's hyperparameters into the optimizer.
+def loaded_state(
+    groups: Sequence[Group], by_name: dict[str, dict[str, Any]], saved_groups: Sequence[Group], offloads: bool
+) -> dict[str, Any]:
+    """What ``Optimizer.__setstate__`` takes: a matched state, and groups with the checkpoint's hyperparameters.
 
-    torch's own loader casts state to the parameter's dtype, which turns float32 momentum of bfloat16 weights into
-    bfloat16; here every tensor keeps its dtype and only changes device.
+    torch's own loader casts state to the parameter's dtype, which turns float32 momentum of bfloat16 weights into bfloat16;
+    here every tensor keeps its dtype and only changes device.
 
     Args:
-        optimizer: changed only when all of the state has been copied.
+        groups: the optimizer's. Structure, and hyperparameters that an older checkpoint did not know, are taken from here.
         by_name: what :func:`matched` returned.
-        saved_groups: the checkpoint's groups. Their structure, and hyperparameters that an older checkpoint did not
-            know, are taken from the live groups.
+        saved_groups: the checkpoint's.
+        offloads: state lies on the host between steps.
     """
-    groups = [merged_group(live, saved) for live, saved in zip(optimizer.param_groups, saved_groups)]
+    merged = [merged_group(live, saved) for live, saved in zip(groups, saved_groups)]
     state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
-    for group in groups:
+    for group in merged:
         for name, param in zip(group["param_names"], group["params"]):
             entry = by_name[name]
             if entry:
                 # What the host reads at every step stays on the host, and what is offloaded goes no further.
-                at_home = {key for key in entry if key != "step" and optimizer.offload_state is not None}
-                at_home |= {key for key in entry if key.startswith(("rounds", "pending"))}
+                on_host = {key for key in entry if key != "step" and offloads}
+                on_host |= {key for key in entry if key.startswith(("rounds", "pending"))}
                 state[param] = {
-                    key: value.detach().to("cpu" if key in at_home else param.device, copy=True)
+                    key: value.detach().to("cpu" if key in on_host else param.device, copy=True)
                     for key, value in entry.items()
                 }
-    optimizer.__setstate__({"state": state, "param_groups": groups})
+    return {"state": state, "param_groups": merged}

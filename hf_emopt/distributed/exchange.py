@@ -2,15 +2,15 @@
 
 For a bucket on a grid of ``replicas x shards`` ranks, with ``P`` elements of matrices:
 
-===========  ============================================  =======================  ==========================
-stage        who with whom                                 received by a rank       skipped when
-===========  ============================================  =======================  ==========================
-``send``     all-to-all among the shards of a replica;     P / (replicas shards)    not sharded, or local
-             all-gather where every rank gets everything
-``give``     the same, back                                P / (replicas shards)    not sharded, or local
-``share``    all-gather among the replicas of a shard      P (1 - 1/replicas)       one replica
-                                                           / shards
-===========  ============================================  =======================  ==========================
+=======================  ============================================  =======================  =====================
+method                   who with whom                                 received by a rank       skipped when
+=======================  ============================================  =======================  =====================
+``storage_to_compute``   all-to-all among the shards of a replica;     P / (replicas shards)    not sharded, or local
+                         all-gather where every rank gets everything
+``compute_to_storage``   the same, back                                P / (replicas shards)    not sharded, or local
+``all_gather_replicas``  all-gather among the replicas of a shard      P (1 - 1/replicas)       one replica
+                                                                       / shards
+=======================  ============================================  =======================  =====================
 
 Every stage is one collective with exact sizes, started without waiting; what a rank receives is unpacked straight into the
 tensors that the mathematics reads. Sizes follow from the plan, so that nothing about them is ever exchanged.
@@ -33,7 +33,9 @@ from hf_emopt.kernels.multi_tensor import Runs, contiguous_run, fits, runs_work
 __all__ = ["Arrival", "Exchange", "Stacks"]
 
 Slices = tuple[slice, ...]
-Stage = Literal["sent", "received", "given", "taken"]
+Stage = Literal["sent", "received", "returned", "unpacked"]
+"""A buffer of the exchange. ``"sent"`` and ``"unpacked"`` hold this rank's part of each present parameter, ``"received"`` and
+``"returned"`` its owned regions."""
 
 
 @dataclass
@@ -81,7 +83,7 @@ class Stacks:
     shapes: tuple[tuple[int, ...], ...]
     places: tuple[tuple[int, int], ...]
 
-    def apart(self, stacks: Sequence[Tensor]) -> list[Tensor]:
+    def split(self, stacks: Sequence[Tensor]) -> list[Tensor]:
         """Each owned region; views of contiguous stacks."""
         pairs = zip(self.rows, self.shapes)
         return [stacks[number].narrow(0, start, count).reshape(shape) for (number, start, count), shape in pairs]
@@ -94,8 +96,12 @@ class Exchange:
         bucket: what travels.
         grid: the ranks, and this rank's place.
         present: indices of the bucket's parameters that have a gradient; the same on all ranks.
-        dtype: of the wire.
-        device: where transforms run; buffers are there.
+        dtype: communication dtype.
+        device: of the buffers, where transforms run.
+
+    Attributes:
+        travels: shards go to owners before the transform.
+        returns: updates go back to shards after it.
     """
 
     def __init__(
@@ -104,166 +110,129 @@ class Exchange:
         self.grid, self.dtype, self.device = grid, dtype, device
         self.travels, self.returns = bucket.sends, bucket.returns
         self._to_all = bucket.sends and bucket.keeps  # what each owner keeps, all have gathered
+        self._kernels = runs_work(device)
         chosen = set(present)
         owned_regions = [s for s in bucket.owned_regions if s.parameter in chosen]
         row = {index: k for k, index in enumerate(present)}
         self.owned = [s for s in owned_regions if s.owner == grid.position]
         storages = [p.storage for p in bucket.parameters]
-        self._held = [
-            [
-                _pieces(_owned_by(owned_regions, q * grid.shards + s), storages, grid.shard, row)
-                for s in range(grid.shards)
+        mine, narrowed = grid.replica, any(s.gives is not None for s in owned_regions)
+
+        def held(replica: int, narrowed: bool) -> list[list[_Piece]]:
+            """By shard of a replica, what this rank holds of that shard's owned regions."""
+            return [
+                _pieces(
+                    [s for s in owned_regions if s.owner == replica * grid.shards + shard],
+                    storages,
+                    grid.shard,
+                    row,
+                    narrowed,
+                )
+                for shard in range(grid.shards)
             ]
-            for q in range(grid.replicas)
-        ]
-        # For each shard, what it holds of this rank's owned regions, in the owned regions' coordinates.
-        self._asked = [
-            [
-                _Piece(k, _relative(inside, owned_region.region, _zero(inside)), _numel(inside))
-                for k, owned_region in enumerate(self.owned)
-                for region, _ in storages[owned_region.parameter].held(s)
-                if (inside := _intersection(region, owned_region.region)) is not None
+
+        def asked(narrowed: bool) -> list[list[_Piece]]:
+            """By shard, what it holds of this rank's owned regions, in the coordinates of these."""
+            return [
+                [
+                    _Piece(k, _relative(part, s.region, _zero(part)), _numel(part))
+                    for k, s in enumerate(self.owned)
+                    for region, _ in storages[s.parameter].held(shard)
+                    for given in (_given(s) if narrowed else (s.region,))
+                    if (part := _intersection(region, given)) is not None
+                ]
+                for shard in range(grid.shards)
             ]
-            for s in range(grid.shards)
-        ]
-        self._returned, self._given = self._held, self._asked
-        if any(owned_region.gives is not None for owned_region in owned_regions):
-            self._narrow(owned_regions, storages, row)
-        self._runs: dict[tuple[Stage, bool], Runs | None] = {}
-        mine = grid.replica
-        self._sizes = {
-            "sent": _splits(self.pieces("sent")),
-            "received": _splits(self._asked),
-            "given": _splits(self._given),
-            "returned": _splits(self._returned[mine]),
-            "held": _splits(self._held[mine]),
+
+        sent, received = held(mine, False), asked(False)
+        returned = asked(True) if narrowed else received
+        # Narrowed: an owner passes on a part of what it has transformed.
+        unpacked = [held(replica, narrowed) for replica in range(grid.replicas)]
+        by_rank: dict[Stage, list[list[_Piece]]] = {
+            "sent": sent[:1] if self._to_all else sent,
+            "received": received,
+            "returned": returned if self.returns else [returned[grid.shard]],
+            "unpacked": [pieces for shards in unpacked for pieces in shards],
         }
-        """Elements by rank of what is sent and received."""
-        self._shares = [sum(_splits(pieces)) for pieces in self._returned]
-        self._room = {stage: self._size(stage) for stage in ("sent", "received", "given", "taken")}
+        self._pieces = {stage: [p for pieces in ranks for p in pieces] for stage, ranks in by_rank.items()}
+        # Elements of each buffer, and by rank of what a collective sends and receives.
+        self._numel = {stage: sum(p.numel for p in pieces) for stage, pieces in self._pieces.items()}
+        if not self.returns:  # then the buffer is the part of the copies that this rank makes
+            self._numel["returned"] = sum(p.numel for p in unpacked[mine][grid.shard])
+        self._to_owners = _splits(sent), _splits(received)
+        self._to_shards = _splits(returned), _splits(unpacked[mine])
+        self._by_replica = [sum(_splits(shards)) for shards in unpacked]
+        self._tables: dict[tuple[Stage, bool], Runs | None] = {}
 
-    def _size(self, stage: Stage) -> int:
-        """Elements of a stage's buffer."""
-        if stage == "given" and not self.returns:  # then it is the part of the copies that this rank makes
-            return sum(p.numel for p in self._returned[self.grid.replica][self.grid.shard])
-        return sum(_splits(self.pieces(stage)))
-
-    def _narrow(self, owned_regions: Sequence[OwnedRegion], storages: Sequence[Storage], row: dict[int, int]) -> None:
-        """Pieces on the way back, where owners pass on a part of what they have transformed."""
-        grid = self.grid
-        self._returned = [
-            [
-                _pieces(_owned_by(owned_regions, q * grid.shards + s), storages, grid.shard, row, narrowed=True)
-                for s in range(grid.shards)
-            ]
-            for q in range(grid.replicas)
-        ]
-        self._given = [
-            [
-                _Piece(k, _relative(part, owned_region.region, _zero(part)), _numel(part))
-                for k, owned_region in enumerate(self.owned)
-                for region, _ in storages[owned_region.parameter].held(s)
-                for given in _given(owned_region)
-                if (part := _intersection(region, given)) is not None
-            ]
-            for s in range(grid.shards)
-        ]
-
-    # ------------------------------------------------------------------ pieces and buffers
-
-    def pieces(self, stage: Stage) -> list[list[_Piece]]:
-        """What lies in a stage's buffer, in order, by rank.
+    def table(self, stage: Stage, tensors: Sequence[Tensor], stacks: Stacks | None = None) -> Runs | None:
+        """The pieces of a stage for one launch over many tensors: tensors on the left, the buffer on the right.
 
         Args:
-            stage: ``"sent"`` and ``"taken"`` are of this rank's part of each present parameter, ``"received"`` and
-                ``"given"`` of its owned regions.
+            stacks: how the tensors hold the owned regions, where they are not the owned regions themselves.
+
+        Returns:
+            ``None`` where kernels do not run on the device, or a piece is no flat span of its tensor.
         """
-        mine = self.grid.replica
-        if stage == "sent":
-            return self._held[mine][:1] if self._to_all else self._held[mine]
-        if stage == "received":
-            return self._asked
-        if stage == "given":
-            return self._given if self.returns else [self._given[self.grid.shard]]
-        replicas = self._returned if self.grid.replicas > 1 else [self._returned[mine]]
-        return [pieces for shards in replicas for pieces in shards]
-
-    def runs(self, stage: Stage, tensors: Sequence[Tensor], stacks: Stacks | None = None) -> Runs | None:
-        """The pieces of a stage as runs, tensors on the left and the buffer on the right.
-
-        ``None`` where kernels do not run here, or a piece's elements do not follow one another in its tensor.
-
-        Args:
-            stacks: how the tensors hold the owned regions, where they are not these themselves.
-        """
-        if not runs_work(self.device):
+        if not self._kernels:
             return None
-        key = (stage, stacks is not None)  # which follow from the bucket and from who is present, as this exchange does
-        if key not in self._runs:
+        key = (
+            stage,
+            stacks is not None,
+        )  # shapes follow from the bucket and from who is present, as this exchange does
+        if key not in self._tables:
             shapes = [t.shape for t in tensors] if stacks is None else stacks.shapes
-            runs = _as_runs([p for run in self.pieces(stage) for p in run], shapes)
-            self._runs[key] = runs if runs is None or stacks is None else runs.within(left=stacks.places)
-        return self._runs[key]
+            table = _as_table(self._pieces[stage], shapes)
+            self._tables[key] = table if table is None or stacks is None else table.within(left=stacks.places)
+        return self._tables[key]
 
-    def room(self, stage: Stage) -> Tensor:
-        """An empty buffer of a stage."""
-        return torch.empty(self._room[stage], dtype=self.dtype, device=self.device)
+    def empty(self, stage: Stage) -> Tensor:
+        """A buffer of a stage, not filled."""
+        return torch.empty(self._numel[stage], dtype=self.dtype, device=self.device)
 
-    # ------------------------------------------------------------------ shards to owners
+    # ------------------------------------------------------------------ storage to compute
 
-    def send(self, messages: Sequence[Tensor]) -> Arrival:
+    def storage_to_compute(self, inputs: Sequence[Tensor] | Tensor) -> Arrival:
         """Starts to bring the owned regions together from all shards.
 
         Args:
-            messages: this rank's part of each present parameter.
+            inputs: this rank's part of each present parameter, or the ``"sent"`` buffer, filled.
         """
-        return self.send_packed(self._packed("sent", messages))
-
-    def send_packed(self, buffer: Tensor) -> Arrival:
-        """As :meth:`send`, of a buffer that is filled already."""
-        sizes = self._sizes["received"]
+        buffer = inputs if isinstance(inputs, Tensor) else self._packed("sent", inputs)
+        sizes, wanted = self._to_owners
+        received = torch.empty(sum(wanted), dtype=self.dtype, device=self.device)
         if self._to_all:
-            everything = torch.empty(sum(sizes), dtype=self.dtype, device=self.device)
             ranks = self.grid.ranks[self.grid.replica]
-            return Arrival(everything, _all_gather(everything, sizes, buffer, self.grid.shard_group, ranks), (buffer,))
-        return self._all_to_all(buffer, self._sizes["held"], sizes)
+            return Arrival(received, _all_gather(received, wanted, buffer, self.grid.shard_group, ranks), (buffer,))
+        work = dist.all_to_all_single(received, buffer, wanted, sizes, group=self.grid.shard_group, async_op=True)
+        return Arrival(received, (work,), (buffer,))
 
-    def receive(self, arrival: Arrival, targets: Sequence[Tensor], stacks: Stacks | None = None) -> None:
-        """Waits for :meth:`send` and fills a tensor for each owned region, or stacks of them."""
-        self._unpack("received", arrival.wait(), targets, stacks)
+    # ------------------------------------------------------------------ compute to storage
 
-    # ------------------------------------------------------------------ updates back
-
-    def give(
+    def compute_to_storage(
         self, outputs: Sequence[Tensor], scales: Sequence[float] | None = None, stacks: Stacks | None = None
     ) -> Arrival:
-        """Starts to return what owners made of their owned regions: to the shards, or, where all are whole, nowhere yet.
+        """Starts to return owned regions to the shards; where all are whole, nothing travels yet.
 
         Args:
             outputs: one for each owned region, or ``stacks`` of them.
             scales: a factor on each owned region.
         """
-        buffer = self._packed("given", outputs, scales, stacks)
+        buffer = self._packed("returned", outputs, scales, stacks)
         if not self.returns:
             return Arrival(buffer)
-        return self._all_to_all(buffer, self._sizes["given"], self._sizes["returned"])
+        sizes, wanted = self._to_shards
+        received = torch.empty(sum(wanted), dtype=self.dtype, device=self.device)
+        work = dist.all_to_all_single(received, buffer, wanted, sizes, group=self.grid.shard_group, async_op=True)
+        return Arrival(received, (work,), (buffer,))
 
-    def share(self, arrival: Arrival) -> Arrival:
+    def all_gather_replicas(self, arrival: Arrival) -> Arrival:
         """Starts to copy what this replica has to the others, and theirs here."""
         if self.grid.replicas == 1:
             return arrival
-        mine = arrival.wait()
-        sizes = self._shares
-        everything = torch.empty(sum(sizes), dtype=self.dtype, device=self.device)
+        mine, sizes = arrival.wait(), self._by_replica
+        gathered = torch.empty(sum(sizes), dtype=self.dtype, device=self.device)
         ranks = [row[self.grid.shard] for row in self.grid.ranks]
-        return Arrival(everything, _all_gather(everything, sizes, mine, self.grid.replica_group, ranks), (mine,))
-
-    def take(self, arrival: Arrival, targets: Sequence[Tensor]) -> None:
-        """Waits and fills this rank's part of each present parameter.
-
-        What the owner is too is written as well: it went through the wire's dtype like everybody's.
-        """
-        self._unpack("taken", arrival.wait(), targets)
+        return Arrival(gathered, _all_gather(gathered, sizes, mine, self.grid.replica_group, ranks), (mine,))
 
     # ------------------------------------------------------------------ packing
 
@@ -274,40 +243,46 @@ class Exchange:
         scales: Sequence[float] | None = None,
         stacks: Stacks | None = None,
     ) -> Tensor:
-        buffer = self.room(stage)
-        runs = self.runs(stage, tensors, stacks)
-        if runs is not None and fits([buffer], self.device) and fits(tensors, self.device):
-            runs.to_right(tensors, [buffer], scales)
+        buffer = self.empty(stage)
+        table = self.table(stage, tensors, stacks) if self._kernels else None
+        if table is not None and fits([buffer], self.device) and fits(tensors, self.device):
+            table.to_right(tensors, [buffer], scales)
             return buffer
         if stacks is not None:
-            tensors = stacks.apart(tensors)
+            tensors = stacks.split(tensors)
         if scales is not None:
             tensors = [t.to(torch.promote_types(t.dtype, torch.float32)) * scale for t, scale in zip(tensors, scales)]
-        flat = [p for run in self.pieces(stage) for p in run]
-        if flat:
-            parts = [part.view(tensors[p.index][p.where].shape) for part, p in zip(_parts(buffer, flat), flat)]
-            torch._foreach_copy_(parts, [tensors[p.index][p.where] for p in flat])
+        pieces = self._pieces[stage]
+        if pieces:
+            parts = buffer.split([p.numel for p in pieces])
+            sources = [tensors[p.index][p.where] for p in pieces]
+            torch._foreach_copy_([part.view(source.shape) for part, source in zip(parts, sources)], sources)
         return buffer
 
-    def _unpack(self, stage: Stage, buffer: Tensor, targets: Sequence[Tensor], stacks: Stacks | None = None) -> None:
-        runs = self.runs(stage, targets, stacks)
-        if runs is not None and fits([buffer], self.device) and fits(targets, self.device):
-            runs.to_left([buffer], targets)
+    def unpack(self, stage: Stage, arrival: Arrival, targets: Sequence[Tensor], stacks: Stacks | None = None) -> None:
+        """Waits for a buffer and fills the targets from it.
+
+        An owner's own part is written as well: it went through the communication dtype like everybody's.
+
+        Args:
+            stage: ``"received"``: a target is an owned region, or ``stacks`` of them; ``"unpacked"``: a target is this
+                rank's part of a present parameter.
+        """
+        buffer = arrival.wait()
+        table = self.table(stage, targets, stacks) if self._kernels else None
+        if table is not None and fits([buffer], self.device) and fits(targets, self.device):
+            table.to_left([buffer], targets)
             return
         if stacks is not None:
-            targets = stacks.apart(targets)
-        pieces = [p for run in self.pieces(stage) for p in run]
+            targets = stacks.split(targets)
+        pieces = self._pieces[stage]
         if pieces:
             views = [targets[p.index][p.where] for p in pieces]
-            torch._foreach_copy_(views, [part.view(v.shape) for part, v in zip(_parts(buffer, pieces), views)])
-
-    def _all_to_all(self, buffer: Tensor, sizes: list[int], wanted: list[int]) -> Arrival:
-        received = torch.empty(sum(wanted), dtype=self.dtype, device=self.device)
-        work = dist.all_to_all_single(received, buffer, wanted, sizes, group=self.grid.shard_group, async_op=True)
-        return Arrival(received, (work,), (buffer,))
+            parts = buffer.split([p.numel for p in pieces])
+            torch._foreach_copy_(views, [part.view(v.shape) for part, v in zip(parts, views)])
 
 
-def _as_runs(pieces: Sequence[_Piece], shapes: Sequence[Sequence[int]]) -> Runs | None:
+def _as_table(pieces: Sequence[_Piece], shapes: Sequence[Sequence[int]]) -> Runs | None:
     runs, offset = [], 0
     for piece in pieces:
         run = contiguous_run(piece.where, shapes[piece.index])
@@ -316,10 +291,6 @@ def _as_runs(pieces: Sequence[_Piece], shapes: Sequence[Sequence[int]]) -> Runs 
         runs.append((piece.index, run[0], 0, offset, run[1]))
         offset += run[1]
     return Runs(runs)
-
-
-def _owned_by(owned_regions: Sequence[OwnedRegion], position: int) -> list[OwnedRegion]:
-    return [s for s in owned_regions if s.owner == position]
 
 
 def _pieces(
@@ -370,10 +341,6 @@ def _numel(region: Region) -> int:
 
 def _splits(runs: Sequence[Sequence[_Piece]]) -> list[int]:
     return [sum(p.numel for p in run) for run in runs]
-
-
-def _parts(buffer: Tensor, pieces: Sequence[_Piece]) -> tuple[Tensor, ...]:
-    return buffer.split([p.numel for p in pieces])
 
 
 def _all_gather(

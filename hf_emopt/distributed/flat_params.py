@@ -5,17 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from hf_emopt.distributed.layout import Grid
 
-if TYPE_CHECKING:
-    pass
-
-__all__ = ["FlatTensor", "Place", "cut_each", "cut_together"]
+__all__ = ["FlatTensor", "Place", "cut_each", "cut_together", "local_run"]
 
 
 @dataclass(frozen=True)
@@ -94,6 +90,7 @@ def cut_each(shapes: Sequence[Sequence[int]], ranks: int, rank: int, first: int 
     return tuple(places)
 
 
-def _run(flat: FlatTensor, place: Place) -> Tensor:
+def local_run(flat: FlatTensor, place: Place) -> Tensor:
+    """This rank's run of a parameter in its flat tensor, in the same memory."""
     start, stop = place.spans[flat.grid.shard]
     return flat.tensor.detach()[place.offset : place.offset + stop - start]

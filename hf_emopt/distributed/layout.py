@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 import torch
@@ -30,8 +30,10 @@ __all__ = [
     "UnsupportedLayoutError",
     "build_grids",
     "check_layout",
+    "compute_device",
     "coordinates",
     "grid_of",
+    "is_offloaded",
     "is_sharded",
     "local_gradient",
     "local_gradients",
@@ -90,15 +92,15 @@ class Storage:
         """Held whole by every rank of a grid."""
         return cls(tuple(shape), ((full_region(shape),),), tuple((rank,) for row in grid.ranks for rank in row))
 
-    @property
+    @cached_property
     def shards(self) -> int:
         return len(self.regions)
 
-    @property
+    @cached_property
     def replicas(self) -> int:
         return len(self.ranks)
 
-    @property
+    @cached_property
     def world_size(self) -> int:
         return self.shards * self.replicas
 
@@ -137,20 +139,21 @@ class Grid:
     shard_group: Any = None
     replica_group: Any = None
 
-    @property
+    @cached_property
     def shards(self) -> int:
         return len(self.ranks[0])
 
-    @property
+    @cached_property
     def replicas(self) -> int:
         return len(self.ranks)
 
-    @property
+    @cached_property
     def world_size(self) -> int:
         return self.shards * self.replicas
 
-    @property
+    @cached_property
     def position(self) -> int:
+        """Index of this rank among those of the grid, ``replica * shards + shard``."""
         return self.replica * self.shards + self.shard
 
 
@@ -414,6 +417,23 @@ def is_sharded(tensor: Tensor) -> bool:
     return isinstance(tensor, (DTensor, Partition))
 
 
+def compute_device(param: Tensor) -> torch.device:
+    """The device on which a parameter is stepped: the mesh's accelerator for a shard that is offloaded to the host, else the
+    parameter's own."""
+    if isinstance(param, Partition):
+        return param.compute
+    if isinstance(param, DTensor):
+        kind = param.device_mesh.device_type
+        if kind != param.device.type:
+            return torch.device(kind, torch.accelerator.current_device_index())
+    return param.device
+
+
+def is_offloaded(param: Tensor) -> bool:
+    """Whether a parameter is stepped on copies. A partition says so itself, so that a test can have both on the CPU."""
+    return (isinstance(param, Partition) and param.offloaded) or compute_device(param) != param.device
+
+
 def whole_shape(tensor: Tensor) -> tuple[int, ...]:
     """Shape of the parameter before it was cut."""
     return tensor.full_shape if isinstance(tensor, Partition) else tuple(tensor.shape)
@@ -434,19 +454,25 @@ def local_gradient(param: Tensor) -> Tensor | None:
     return _local(grad)
 
 
-def local_gradients(params: Sequence[Tensor]) -> list[Tensor | None]:
-    """:func:`local_gradient` of each; of DTensors laid out as their parameters are with nothing to call."""
-    if torch.is_grad_enabled():
-        return [local_gradient(p) for p in params]
-    return [
+def local_gradients(params: Sequence[Tensor]) -> list[Tensor]:
+    """:func:`local_gradient` of each; zeros where only other ranks have one: that step is skipped, but must not hang.
+
+    For a DTensor whose gradient is laid out alike nothing of Python's is called.
+    """
+    plain = not torch.is_grad_enabled()
+    found = [
         local
-        if type(p) is DTensor
+        if plain
+        and type(p) is DTensor
         and type(grad := p.grad) is DTensor
         and (grad._spec is p._spec or grad._spec.placements == p._spec.placements)
         and type(local := grad._local_tensor) is Tensor
+        else p.grad
+        if type(p) in _PLAIN
         else local_gradient(p)
         for p in params
     ]
+    return [torch.zeros_like(local_tensor(p)) if grad is None else grad for p, grad in zip(params, found)]
 
 
 def check_layout(name: str, param: Tensor, matrix_views: Sequence[MatrixView]) -> None:

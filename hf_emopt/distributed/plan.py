@@ -145,7 +145,7 @@ class Bucket:
     def storage(self) -> Storage:
         return self.parameters[0].storage
 
-    @property
+    @cached_property
     def paired(self) -> bool:
         """Whether the parameters are the factors of pairs."""
         return bool(self.parameters[0].pair)

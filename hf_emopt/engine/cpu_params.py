@@ -1,75 +1,86 @@
-"""Parameters that lie on the host: brought to where they are computed, a bucket at a time, and stored back.
+"""Parameters that their wrapper keeps on the host: copied to the device of the step, a bucket at a time, and stored back.
 
-A bucket's gradients, weights and moments are fetched before its step begins, while the bucket before it is computed, and what
-changed is stored while the next one is: a step's task fetches, yields, and goes on when the pipeline has begun the next task.
+A bucket's gradients, weights and moments are fetched before its step begins, while the bucket before it is computed. What
+changed is stored while the next bucket is computed: a step's task fetches, yields, and goes on when the pipeline has
+begun the next task.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from hf_emopt.engine.elementwise import Part
-from hf_emopt.state.host_transfer import Channel
+from hf_emopt.distributed.layout import Partition, compute_device
+from hf_emopt.engine.context import StepContext
+from hf_emopt.state.host_transfer import Channel, home_of
+from hf_emopt.state.keys import is_shaped
 
-__all__ = ["Fetched", "InPlace"]
-
-
-class InPlace:
-    """Parts that are stepped where they are.
-
-    Attributes:
-        early: whether something is on its way that others can be computed beside.
-    """
-
-    early = False
-
-    def __init__(self, parts: list[Part]) -> None:
-        self.parts = parts
-
-    def wait(self) -> list[Part]:
-        """The parts, to be computed with."""
-        return self.parts
-
-    def store(self) -> None:
-        """After the last write to them."""
+__all__ = ["FetchedSlices", "ParamSlice", "fetch"]
 
 
-class Fetched(InPlace):
-    """Copies of parts on the device, on their way from the moment they are made.
+@dataclass
+class ParamSlice:
+    """A weight, its gradient and its state; or the same part of all three."""
+
+    weight: Tensor
+    grad: Tensor
+    state: dict[str, Tensor]
+
+
+class FetchedSlices:
+    """Copies of parameter slices on the device of the step, on their way from the moment they are made.
 
     Args:
         channel: to the device.
-        homes: weights, gradients and states on the host.
-        keys: of each part's state, what is fetched; the rest is the same object here and there.
+        host: weights, gradients and states on the host.
+        keys: of each slice's state, what is fetched; the rest is the same object here and there.
     """
 
-    early = True
-
-    def __init__(self, channel: Channel, homes: Sequence[Part], keys: Sequence[Sequence[str]]) -> None:
-        self.channel, self._homes, self._keys = channel, homes, keys
-        tensors = [t for home, names in zip(homes, keys, strict=True) for t in (home.grad, *_kept(home, names))]
+    def __init__(self, channel: Channel, host: Sequence[ParamSlice], keys: Sequence[Sequence[str]]) -> None:
+        self._channel, self._host, self._keys = channel, host, keys
+        tensors = [t for s, names in zip(host, keys, strict=True) for t in (s.grad, *_changed(s, names))]
         copies, self._arrived = channel.bring(tensors)
-        there = iter(copies)
-        parts = []
-        for home, names in zip(homes, keys):
-            grad, weight = next(there), next(there)
-            parts.append(Part(weight, grad, {**home.state, **{name: next(there) for name in names}}))
-        super().__init__(parts)
+        arriving = iter(copies)
+        self._slices = []
+        for s, names in zip(host, keys):
+            grad, weight = next(arriving), next(arriving)
+            self._slices.append(ParamSlice(weight, grad, {**s.state, **{name: next(arriving) for name in names}}))
 
-    def wait(self) -> list[Part]:
-        self.channel.await_arrival(self._arrived)
-        return self.parts
+    def wait(self) -> list[ParamSlice]:
+        """The copies, to be computed with."""
+        self._channel.await_arrival(self._arrived)
+        return self._slices
 
     def store(self) -> None:
-        """Starts to bring weights and states back."""
-        pairs = list(zip(self._homes, self.parts, self._keys))
-        here = [t for _, part, names in pairs for t in _kept(part, names)]
-        left = self.channel.take_away(here, [t for home, _, names in pairs for t in _kept(home, names)])
-        self.channel.release(left)
+        """Starts to copy weights and states back; called after the last write to them."""
+        here = [t for s, names in zip(self._slices, self._keys) for t in _changed(s, names)]
+        left = self._channel.take_away(
+            here, [t for s, names in zip(self._host, self._keys) for t in _changed(s, names)]
+        )
+        self._channel.release(left)
 
 
-def _kept(part: Part, keys: Sequence[str]) -> list[Tensor]:
+def fetch(
+    context: StepContext, params: Sequence[Tensor], slices: list[ParamSlice], also: Sequence[str] = ()
+) -> FetchedSlices:
+    """Starts to copy slices of offloaded parameters to their compute device.
+
+    Args:
+        params: of one compute device.
+        slices: of each.
+        also: keys of state to fetch with the entries that are shaped like the parameter.
+    """
+    device = compute_device(params[0])
+    keys = [[key for key in s.state if is_shaped(key) or key in also] for s in slices]
+    for param, s, names in zip(params, slices, keys, strict=True):
+        if isinstance(param, Partition) and param.pinned:
+            for name in names:
+                s.state[name] = context.store.state[param][name] = home_of(s.state[name], device)
+    return FetchedSlices(context.copy_stream(device), slices, keys)
+
+
+def _changed(s: ParamSlice, keys: Sequence[str]) -> list[Tensor]:
     """What a step changes."""
-    return [part.weight, *(part.state[key] for key in keys)]
+    return [s.weight, *(s.state[key] for key in keys)]

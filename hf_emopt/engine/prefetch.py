@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_emopt.engine.engine import Engine
+from hf_emopt.distributed.layout import is_offloaded
+from hf_emopt.engine.context import StepContext
 from hf_emopt.state.offload import StateOffload
-from hf_emopt.state.placement import is_offloaded
 
 __all__ = ["EarlyFetch", "late_in_backward"]
 
@@ -51,20 +51,20 @@ class EarlyFetch:
         self._calls = 0
         self._intervals = (0, 0)
 
-    def attach(self, engine: Engine | None, names: Sequence[str] = ()) -> None:
-        """Puts the hook on a parameter of an engine, in place of that of an earlier call; ``None`` for nowhere.
+    def attach(self, context: StepContext | None, names: Sequence[str] = ()) -> None:
+        """Puts the hook on a parameter, in place of that of an earlier call; ``None`` for nowhere.
 
         Args:
-            engine: whose state is brought; without offloaded state there is no hook.
+            context: whose state is brought; without offloaded state there is no hook.
             names: of parameters, in the order of the model.
         """
         if self._remove is not None:
             self._remove()
         self._offload = self._remove = None
-        param = None if engine is None or engine.offload is None else late_in_backward(engine, names)
-        if param is None or engine is None:
+        param = None if context is None or context.store.offload is None else late_in_backward(context, names)
+        if param is None or context is None:
             return
-        self._offload = engine.offload
+        self._offload = context.store.offload
         handle: Any = param.register_post_accumulate_grad_hook(_Hook(self))  # type: ignore[no-untyped-call]
         self._remove = weakref.finalize(self, handle.remove)  # the model may outlive the optimizer
         self._remove.atexit = False
@@ -104,7 +104,7 @@ class _Hook:
             early.called()
 
 
-def late_in_backward(engine: Engine, names: Sequence[str]) -> Tensor | None:
+def late_in_backward(context: StepContext, names: Sequence[str]) -> Tensor | None:
     """The parameter after whose gradient the last part of the backward pass is yet to come; ``None`` if there is none.
 
     That is :data:`LAST_PART` of the pass, or more where there is room for more than three buckets.
@@ -115,19 +115,19 @@ def late_in_backward(engine: Engine, names: Sequence[str]) -> Tensor | None:
     wait where there is a hook.
 
     Args:
-        engine: whose parameters they are.
+        context: whose parameters they are.
         names: in the order of the model.
     """
     order = {name: index for index, name in enumerate(names)}
     placed = [
         (order.get(name, len(order)), group["kind"] == "matrix", param)
-        for group, params in zip(engine.groups, engine.params)
+        for group, params in zip(context.groups, context.params)
         for name, param in zip(group["param_names"], params)
         if param.requires_grad and param.is_leaf and param.numel() and not is_offloaded(param)
     ]
     matrices = [entry for entry in placed if entry[1]]
     chosen = sorted(matrices or placed, key=lambda entry: entry[0])
-    buckets = 3.0 if engine.offload is None else engine.offload.buckets
+    buckets = 3.0 if context.store.offload is None else context.store.offload.buckets
     part = min(LAST_PART * max(1.0, (buckets - 1) / 2), LARGEST_PART)
     left = part * sum(param.numel() for _, _, param in chosen)
     for _, _, param in chosen:

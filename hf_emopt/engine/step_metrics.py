@@ -1,7 +1,7 @@
 """What a step did, measured while it runs: scalars on the device, brought to one rank and read once.
 
-A :class:`Watch` is told of each bucket between its transform and the weights' step, when all there is to know is at hand:
-each rank measures what it computes or holds, and nobody else does, so that sums over ranks count everything once.
+A :class:`StepMetrics` is told of each bucket between its transform and the weights' step, when all there is to know is
+at hand: each rank measures what it computes or holds, and nobody else does, so that sums over ranks count everything once.
 """
 
 from __future__ import annotations
@@ -11,24 +11,21 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_emopt.distributed.consensus import control_device
-from hf_emopt.distributed.layout import is_sharded, whole_numel
-from hf_emopt.engine.elementwise import Part
+from hf_emopt.distributed.first_step_checks import control_device
+from hf_emopt.distributed.layout import whole_numel
+from hf_emopt.distributed.plan import Batch, PlannedParameter
+from hf_emopt.engine.bucket_step import BucketStep
+from hf_emopt.engine.context import StepContext
 from hf_emopt.engine.stopwatch import Stopwatch
 from hf_emopt.rules.base import Group, MatrixRule
 
-if TYPE_CHECKING:
-    from hf_emopt.distributed.plan import Batch, Bucket, OwnedRegion, PlannedParameter
-    from hf_emopt.engine.engine import Engine
-    from hf_emopt.engine.transform import Transform
-
-__all__ = ["Figures", "ParameterFigures", "Watch"]
+__all__ = ["Figures", "ParameterFigures", "StepMetrics"]
 
 SUMS = ("update", "weight", "momentum")
 """Squares, added up over what ranks have of a parameter."""
@@ -101,15 +98,15 @@ class _Host:
     age: int | None
 
 
-class Watch:
-    """Measures the steps that are taken while it is an engine's ``watch``."""
+class StepMetrics:
+    """Measures the steps that are taken while it is a step's observer."""
 
     def __init__(self) -> None:
         self.stopwatch = Stopwatch()
         self._clear()
 
     def _clear(self) -> None:
-        self._engine: Engine | None = None
+        self._context: StepContext | None = None
         self._known: dict[str, _Host] = {}
         self._sums: dict[tuple[str, str], list[Tensor]] = defaultdict(list)
         self._peaks: dict[tuple[str, str], list[Tensor]] = defaultdict(list)
@@ -118,130 +115,110 @@ class Watch:
 
     # ------------------------------------------------------------------ while a step runs
 
-    def begin(self, engine: Engine, ok: Tensor | None, among: frozenset[str] | None) -> None:
-        """A step of an engine begins, of all parameters or of those with these names; what they had before is forgotten."""
-        if self._engine is not engine or among is None:
+    def begin(self, context: StepContext, ok: Tensor | None, among: frozenset[str] | None) -> None:
+        """A step begins, of all parameters or of those with these names; what they had before is forgotten."""
+        if self._context is not context or among is None:
             self._clear()
         for found in (self._sums, self._peaks):
             for key in [k for k in found if among is not None and k[0] in among]:
                 del found[key]
-        self._engine, self._ok = engine, ok
+        self._context, self._ok = context, ok
         # As they are now: a scheduler may move on before the figures are read.
-        rates = [group["lr"] for group in engine.groups]
+        rates = [group["lr"] for group in context.groups]
         self._rates = [rate.detach().clone().float() if isinstance(rate, Tensor) else float(rate) for rate in rates]
 
-    def bucket(
-        self,
-        engine: Engine,
-        bucket: Bucket,
-        group: Group,
-        present: Sequence[int],
-        rounds: Sequence[int],
-        owned: Sequence[OwnedRegion],
-        updates: Sequence[Tensor],
-        scales: Sequence[float],
-    ) -> None:
-        """A bucket of matrices, between transform and the weights' step.
+    def accumulated(self, bucket_step: BucketStep) -> None:
+        """Weights before the step, and momentum that is kept with them, after it took the gradient in."""
+        members, slices = bucket_step.members, bucket_step.slices
+        names = [p.name for p in members.bucket.parameters]
+        if not members.sharded:
+            held = [names[s.parameter] for s in members.owned]
+        else:  # copies of a shard are measured once
+            held = [names[i] for i in members.present] if members.grid.replica == 0 else []
+        slices = slices[: len(held)]
+        weights, momenta = [s.weight for s in slices], [s.state.get("momentum_buffer") for s in slices]
+        for what, tensors in (("weight", weights), ("momentum", momenta)):
+            there = [(name, t) for name, t in zip(held, tensors) if t is not None]
+            for (name, _), norm in zip(there, _norms([t for _, t in there])):
+                self._sums[name, what].append(norm.square())
+
+    def transformed(self, bucket_step: BucketStep, updates: Sequence[Tensor]) -> None:
+        """A bucket of matrices, between its transform and the weights' step.
 
         Args:
-            engine: whose step it is.
-            bucket: of its plan.
-            group: hyperparameters as they are applied.
-            present: indices of the bucket's parameters that take part, and ``rounds`` of each.
-            owned: this rank's owned regions of them.
-            updates: of the owned regions, still to be multiplied by ``scales``.
+            updates: of the owned regions, or of ``members.stacks``; still to be multiplied by the bucket step's scales.
         """
-        names = [p.name for p in bucket.parameters]
-        self._note_bucket(engine, bucket, group, present, rounds)
-        mine = [k for k, owned_region in enumerate(owned) if not owned_region.copy]
+        members, scales = bucket_step.members, bucket_step.scales
+        if members.stacks is not None and not members.bucket.paired:
+            updates = members.stacks.split(updates)
+        names = [p.name for p in members.bucket.parameters]
+        self._note_bucket(bucket_step)
+        mine = [k for k, owned_region in enumerate(members.owned) if not owned_region.copy]
         for k, norm in zip(mine, _norms([updates[k] for k in mine])):
-            self._sums[names[owned[k].parameter], "update"].append((norm * scales[k]).square())
+            self._sums[names[members.owned[k].parameter], "update"].append((norm * scales[k]).square())
+        if not members.bucket.paired:
+            for b, batch in enumerate(members.batches):
+                if members.jobs[b] and not batch.copy:
+                    self._orthogonality(bucket_step, b, updates)
 
-    def matrices(self, bucket: Bucket, transform: Transform, updates: Sequence[Tensor]) -> None:
-        """What is known of whole matrices only, after :meth:`bucket`."""
-        for b, batch in enumerate(transform.batches):
-            if transform.roster.jobs[b] and not batch.copy:
-                self._batch(bucket, transform, b, batch, updates)
-
-    def _note_bucket(
-        self, engine: Engine, bucket: Bucket, group: Group, present: Sequence[int], rounds: Sequence[int]
-    ) -> None:
-        rule = engine.rule
-        for i, now in zip(present, rounds):
+    def _note_bucket(self, bucket_step: BucketStep) -> None:
+        rule, members, group = bucket_step.rule, bucket_step.members, bucket_step.group
+        bucket, schedule = members.bucket, bucket_step.context.schedule
+        for i, now in zip(members.present, bucket_step.param_steps):
             parameter, age = bucket.parameters[i], None
             if rule.scheduled:
-                slots = [
-                    engine.slot(bucket, owned_region, u, b)
+                steps = [
+                    schedule.of(bucket, owned_region, u, b)
                     for owned_region in bucket.owned_regions
                     if owned_region.parameter == i
                     for u, matrix_view in enumerate(owned_region.matrix_views)
                     for b in range(matrix_view.shape[0])
                 ]
-                ages = [rule.refresh_age(now, s, group) for s in slots]
+                ages = [rule.refresh_age(now, s, group) for s in steps]
                 age = max((a for a in ages if a is not None), default=None)
             gain, moves = _gain(rule, parameter, group), now > rule.warmup_rounds(group)
             self._known[parameter.name] = _Host(
                 rule.name, group, parameter.numel, gain, moves, rule.has_momentum(group), age
             )
 
-    def held(
-        self,
-        engine: Engine,
-        bucket: Bucket,
-        present: Sequence[int],
-        owned: Sequence[OwnedRegion],
-        parts: Sequence[Part],
-    ) -> None:
-        """Weights before the step, and momentum that lies beside them, after it took the gradient in.
-
-        Args:
-            parts: what this rank has accumulated: its shard of each present parameter, or its owned regions.
-        """
-        names = [p.name for p in bucket.parameters]
-        if not is_sharded(engine.parameter(bucket, present[0])):
-            held = [names[s.parameter] for s in owned]
-        else:  # copies of a shard are measured once
-            held = [names[i] for i in present] if engine.grid_of_bucket(bucket).replica == 0 else []
-        parts = parts[: len(held)]
-        weights, momenta = [p.weight for p in parts], [p.state.get("momentum_buffer") for p in parts]
-        for what, tensors in (("weight", weights), ("momentum", momenta)):
-            there = [(name, t) for name, t in zip(held, tensors) if t is not None]
-            for (name, _), norm in zip(there, _norms([t for _, t in there])):
-                self._sums[name, what].append(norm.square())
-
-    def matrix_state(self, bucket: Bucket, transform: Transform, b: int, state: dict[str, Tensor]) -> None:
+    def batch_state(self, bucket_step: BucketStep, b: int, state: dict[str, Tensor]) -> None:
         """State of the matrices of a batch, all of them, after its transform."""
-        batch = transform.batches[b]
+        members = bucket_step.members
+        batch = members.batches[b]
         if batch.copy:
             return
-        found = transform.engine.rule.measure(state, batch.shape, transform.group)
+        found = bucket_step.rule.measure(state, batch.shape, bucket_step.group)
         offset = 0
         for (i, _), size in zip(batch.jobs, batch.sizes):
             rows, offset = slice(offset, offset + size), offset + size
-            if i not in transform.owned_at:
+            if i not in members.owned_at:
                 continue
-            name = bucket.parameters[transform.every[i].parameter].name
+            name = members.bucket.parameters[members.every[i].parameter].name
             for what, values in found.items():
                 if what == "momentum":
                     self._sums[name, what].append(values[rows].sum())
                 else:
                     self._peaks[name, what].append(values[rows].amax())
 
-    def _batch(self, bucket: Bucket, transform: Transform, b: int, batch: Batch, updates: Sequence[Tensor]) -> None:
+    def _orthogonality(self, bucket_step: BucketStep, b: int, updates: Sequence[Tensor]) -> None:
         """How far the updates of a batch are from orthogonal."""
-        engine, jobs, rule = transform.engine, transform.roster.jobs[b], transform.engine.rule
+        members = bucket_step.members
+        batch = members.batches[b]
         whole = batch.shape if batch.cut is None else batch.cut.full_shape
-        gain = rule.update_gain(*whole, transform.group)
-        if gain is not None:
-            total = None
-            if batch.cut is not None and batch.cut.compute_group:
-                total = engine.compute_group_reductions(bucket, batch.cut.compute_group)[0]
-            for k, matrix_view, _ in jobs:
-                parameter = bucket.parameters[transform.owned[k].parameter]
-                scale = transform.scales[k] / (gain * parameter.scale)
-                error = _orthogonality_error(matrix_view.extract(updates[k]), scale, batch, total)
-                if error is not None:
-                    self._peaks[parameter.name, "orthogonality_error"].append(error)
+        gain = bucket_step.rule.update_gain(*whole, bucket_step.group)
+        if gain is None:
+            return
+        total = None
+        if batch.cut is not None and batch.cut.compute_group:
+            shard = members.shards[b]
+            assert shard is not None
+            total = self.stopwatch.reduction(shard.sum)
+        for k, matrix_view, _ in members.jobs[b]:
+            parameter = members.bucket.parameters[members.owned[k].parameter]
+            scale = bucket_step.scales[k] / (gain * parameter.scale)
+            error = _orthogonality_error(matrix_view.extract(updates[k]), scale, batch, total)
+            if error is not None:
+                self._peaks[parameter.name, "orthogonality_error"].append(error)
 
     def others(self, numels: Sequence[tuple[str, int]], group: Group) -> None:
         """Parameters that AdamW steps, on this rank or another, and their elements."""
@@ -265,11 +242,11 @@ class Watch:
         self, group: Group, params: Sequence[Tensor], weights: Sequence[Tensor], states: Sequence[Mapping[str, Tensor]]
     ) -> Iterator[None]:
         """:meth:`adamw` of a group's parameters that this rank steps by itself; copies of a shard are measured once."""
-        assert self._engine is not None
+        assert self._context is not None
         known = {id(p): name for name, p in zip(group["param_names"], group["params"])}
         names = [known[id(p)] for p in params]
         self.others([(name, whole_numel(p)) for name, p in zip(names, params)], group)
-        first = [k for k, name in enumerate(names) if self._engine.grids[name].replica == 0]
+        first = [k for k, name in enumerate(names) if self._context.ranks.grids[name].replica == 0]
         with self.adamw([names[k] for k in first], [weights[k] for k in first], [states[k] for k in first], group):
             yield
 
@@ -278,7 +255,7 @@ class Watch:
     @property
     def measured(self) -> bool:
         """Whether a step was taken since the last :meth:`read`."""
-        return self._engine is not None
+        return self._context is not None
 
     def read(self, skipped: Mapping[torch.device, Tensor], by_wrapper: int = 0) -> Figures | None:
         """Brings what was measured to the first rank, and reads it there: one transfer from the device, and no other.
@@ -292,37 +269,37 @@ class Watch:
         Returns:
             ``None`` on the other ranks.
         """
-        engine = self._engine
-        assert engine is not None, "nothing was measured"
-        names = [name for group in engine.groups for name in group["param_names"]]
-        zero, none = self._constants(engine)
+        context = self._context
+        assert context is not None, "nothing was measured"
+        names = [name for group in context.groups for name in group["param_names"]]
+        zero, none = self._constants(context)
         sums = [_total(self._sums.get((n, w)), zero) for n in names for w in SUMS]
-        sums.append(torch.full_like(zero, float(getattr(engine.rule, "failures", 0))))
+        sums.append(torch.full_like(zero, float(getattr(context.rule, "failures", 0))))
         peaks = [_largest(self._peaks.get((n, w)), none) for n in names for w in PEAKS]
         peaks.append(zero if self._ok is None else (~self._ok).float())
         peaks += [_largest(list(skipped.values()), none), *(r for r in self._rates if isinstance(r, Tensor))]
-        values = _brought_together(sums, peaks, zero.device, engine.council.group)
-        figures = None if values is None else self._figures(engine, names, values, len(sums), by_wrapper)
+        values = _brought_together(sums, peaks, zero.device, context.ranks.consensus.group)
+        figures = None if values is None else self._figures(context, names, values, len(sums), by_wrapper)
         self._clear()
         return figures
 
-    def _constants(self, engine: Engine) -> tuple[Tensor, Tensor]:
+    def _constants(self, context: StepContext) -> tuple[Tensor, Tensor]:
         """Zero and -1 where figures are gathered."""
-        group = engine.council.group
+        group = context.ranks.consensus.group
         found = next(iter(self._sums.values()), None)
         device = control_device(group) if group is not None else found[0].device if found else torch.device("cpu")
         zero = torch.zeros((), device=device)
         return zero, zero - 1.0
 
     def _figures(
-        self, engine: Engine, names: Sequence[str], values: list[float], count: int, by_wrapper: int
+        self, context: StepContext, names: Sequence[str], values: list[float], count: int, by_wrapper: int
     ) -> Figures:
         sums, peaks = values[:count], values[count:]
         skipped_now, skipped = peaks[len(PEAKS) * len(names) :][:2]
         tensor_rates = iter(peaks[len(PEAKS) * len(names) + 2 :])
         rates = {
             name: rate
-            for group, known in zip(engine.groups, self._rates)
+            for group, known in zip(context.groups, self._rates)
             for rate in [next(tensor_rates) if isinstance(known, Tensor) else known]
             for name in group["param_names"]
         }
@@ -332,13 +309,13 @@ class Watch:
                 continue
             square = dict(zip(SUMS, sums[index * len(SUMS) :]))
             peak = dict(zip(PEAKS, peaks[index * len(PEAKS) :]))
-            parameters[name] = _parameter(self._known[name], rates[name], square, peak, skipped_now > 0.0, engine)
+            parameters[name] = _parameter(self._known[name], rates[name], square, peak, skipped_now > 0.0, context.rule)
         return Figures(
             parameters,
             int(max(skipped, 0.0)) + by_wrapper,
-            int(sums[-1]) if hasattr(engine.rule, "failures") else None,
+            int(sums[-1]) if hasattr(context.rule, "failures") else None,
             self.stopwatch.take(),
-            engine.plan.imbalance,
+            context.plan.imbalance,
         )
 
 
@@ -356,14 +333,14 @@ def _gain(rule: MatrixRule, parameter: PlannedParameter, group: Group) -> float:
 
 
 def _parameter(
-    known: _Host, lr: float, square: dict[str, float], peak: dict[str, float], skipped: bool, engine: Engine
+    known: _Host, lr: float, square: dict[str, float], peak: dict[str, float], skipped: bool, rule: MatrixRule
 ) -> ParameterFigures:
     def there(what: str) -> float | None:
         return None if peak[what] < 0.0 else peak[what]
 
     failures, age = there("failures"), known.age
     if age is not None and failures:  # a side whose refresh failed waits for another period
-        age += int(failures) * engine.rule.period(known.group)
+        age += int(failures) * rule.period(known.group)
     moved = known.moves and not skipped
     return ParameterFigures(
         rule=known.rule,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -91,12 +91,12 @@ class _TimedExchange(Exchange):
     def _timed(self, arrival: Arrival) -> Arrival:
         return _TimedArrival(arrival.buffer, arrival.works, arrival.keep, self.stopwatch)
 
-    def send_packed(self, buffer: Tensor) -> Arrival:
-        return self._timed(super().send_packed(buffer))
+    def storage_to_compute(self, inputs: Sequence[Tensor] | Tensor) -> Arrival:
+        return self._timed(super().storage_to_compute(inputs))
 
-    def give(self, *args: Any, **kwargs: Any) -> Arrival:
-        return self._timed(super().give(*args, **kwargs))
+    def compute_to_storage(self, *args: Any, **kwargs: Any) -> Arrival:
+        return self._timed(super().compute_to_storage(*args, **kwargs))
 
-    def share(self, arrival: Arrival) -> Arrival:
-        shared = super().share(arrival)
-        return arrival if shared is arrival else self._timed(shared)
+    def all_gather_replicas(self, arrival: Arrival) -> Arrival:
+        gathered = super().all_gather_replicas(arrival)
+        return arrival if gathered is arrival else self._timed(gathered)

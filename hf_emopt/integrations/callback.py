@@ -43,18 +43,18 @@ class MeasuringCallback(TrainerCallback):
     ) -> None:
         # Not right before the optimizer's step: DeepSpeed takes it inside of backward.
         optimizer = unwrap_optimizer(kwargs.get("optimizer"))
-        if optimizer is not None and optimizer._diagnostics.level is not None:
-            optimizer._diagnostics.values = {}
+        if optimizer is not None and optimizer.diagnostics_state.level is not None:
+            optimizer.diagnostics_state.values = {}
             if _will_log(args, state, kwargs.get("train_dataloader")):
-                optimizer._diagnostics.start()
+                optimizer.diagnostics_state.start()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         # On all ranks, whatever a Trainer's log() does on some.
         optimizer = unwrap_optimizer(kwargs.get("optimizer"))
-        if optimizer is not None and optimizer._diagnostics.watch is not None:
-            level = optimizer._diagnostics.level
+        if optimizer is not None and optimizer.diagnostics_state.observer is not None:
+            level = optimizer.diagnostics_state.level
             assert level is not None
-            optimizer._diagnostics.read(optimizer, level)
+            optimizer.read_diagnostics(level)
 
     def on_log(
         self,
@@ -76,7 +76,7 @@ class MeasuringCallback(TrainerCallback):
 
     def metrics(self, optimizer: MatrixOptimizer) -> dict[str, float]:
         """What belongs into the log of the last step."""
-        return optimizer._diagnostics.values
+        return optimizer.diagnostics_state.values
 
 
 class EmoptCallback(MeasuringCallback):
@@ -110,7 +110,7 @@ class EmoptCallback(MeasuringCallback):
                 f'{type(kwargs.get("optimizer")).__name__}: write optim="muon", for instance, or leave the callback out.'
             )
             return
-        optimizer._diagnostics.level = self.level
+        optimizer.diagnostics_state.level = self.level
 
 
 def _will_log(args: TrainingArguments, state: TrainerState, dataloader: Any) -> bool:

@@ -37,7 +37,6 @@ from hf_emopt.integrations.deepspeed_refusals import (
 )
 from hf_emopt.integrations.deepspeed_resume import hook_trainer_resume, load_weights
 from hf_emopt.optimizers.base import MatrixOptimizer
-from hf_emopt.optimizers.flat_groups import Flattened
 
 __all__ = ["attach", "load_weights", "watch"]
 
@@ -61,7 +60,7 @@ def attach(engine: Any) -> None:
     refuse_engine(engine, optimizer)
     optimizer.process_group = engine.seq_data_parallel_group
     if wrapper is not optimizer:
-        optimizer._skipped_by_wrapper = lambda: int(engine.skipped_steps)
+        optimizer.attach_wrapper(skipped_steps=lambda: int(engine.skipped_steps))
     if wrapper is optimizer or _is(wrapper, "fp16.unfused_optimizer", "FP16_UnfusedOptimizer"):
         _consolidate_before_saving(engine, optimizer)  # parameters are whole: as under DistributedDataParallel
         return
@@ -76,7 +75,7 @@ def attach(engine: Any) -> None:
     else:
         raise unknown_wrapper(wrapper, optimizer)
     # All of them look at the gradients, or at their norm, before the first group's step.
-    optimizer._flattened = Flattened(optimizer.param_groups, flats, checked=True)
+    optimizer.attach_wrapper(flats)
 
 
 def _is(wrapper: Any, module: str, name: str) -> bool:

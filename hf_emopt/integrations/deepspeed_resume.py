@@ -13,7 +13,6 @@ from transformers import trainer
 
 from hf_emopt.checkpoint.deepspeed_files import find_deepspeed, layout_of
 from hf_emopt.checkpoint.files import CheckpointError, find_fsdp_weights, read_fsdp_weights, read_safetensors
-from hf_emopt.distributed.layout import whole_shape
 from hf_emopt.integrations.checkpoints import MARK
 from hf_emopt.optimizers.base import MatrixOptimizer
 
@@ -37,28 +36,10 @@ def load_weights(engine: Any, weights: Mapping[str, Tensor]) -> None:
     optimizer, wrapper = engine.basic_optimizer, engine.optimizer
     if not isinstance(optimizer, MatrixOptimizer):
         raise TypeError(f"the engine's optimizer is {type(optimizer).__name__}, none of hf_emopt")
-    missing = [n for group in optimizer.param_groups for n in group["param_names"] if n not in weights]
-    if missing:
-        raise ValueError(f"no weights of {', '.join(missing[:5])} ({len(missing)} trained parameters in all)")
-    with optimizer._as_built():
-        for group in optimizer.param_groups:
-            for name, param in zip(group["param_names"], group["params"]):
-                if tuple(weights[name].shape) != whole_shape(param):
-                    raise ValueError(
-                        f"{name} has shape {tuple(weights[name].shape)}, the parameter {whole_shape(param)}"
-                    )
-    flattened = optimizer._flattened
-    if flattened is None:
+    optimizer.load_weights(weights)  # float32 copies, where DeepSpeed has them
+    if not optimizer.is_flattened:
         engine.module.load_state_dict(weights, strict=False)
-        for group in optimizer.param_groups:
-            for name, param in zip(group["param_names"], group["params"]):
-                param.copy_(weights[name])  # float32 copies, where DeepSpeed has them
         return
-    with flattened.exposed(optimizer):
-        for group in optimizer.param_groups:
-            for name, part in zip(group["param_names"], group["params"]):
-                start, stop = part.span
-                part.local.copy_(weights[name].reshape(-1)[start:stop])
     if hasattr(wrapper, "update_lp_params"):
         engine.module.load_state_dict(weights, strict=False)
         wrapper.update_lp_params()

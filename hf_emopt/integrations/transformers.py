@@ -246,8 +246,8 @@ class DefaultCallback(MeasuringCallback):
                 )
             return
         self._rates = group_learning_rates(optimizer)
-        if optimizer._diagnostics.level is None:
-            optimizer._diagnostics.level = level_of_environment()
+        if optimizer.diagnostics_state.level is None:
+            optimizer.diagnostics_state.level = level_of_environment()
         plan = optimizer.explain()  # on every rank, since ranks compare their plans when one is made
         if state.is_world_process_zero:
             logger.warning(summary(optimizer))

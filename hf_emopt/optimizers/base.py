@@ -1,12 +1,12 @@
-"""The hall where the three questions meet: what an update is, which parameters are matrices, and where they lie."""
+"""``MatrixOptimizer``: gives matrices to a rule and all other parameters to AdamW, wherever they are laid out."""
 
 from __future__ import annotations
 
 import warnings
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import attrgetter
 from typing import Any, ClassVar, Literal
 
@@ -14,23 +14,42 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hf_emopt.checkpoint.flat_state_dict import emitted_runs, is_runs, loaded_runs
-from hf_emopt.checkpoint.gather import keep_owned
-from hf_emopt.checkpoint.matching import STATE_VERSION
-from hf_emopt.checkpoint.state_dict import consolidate, emitted, left_behind, loaded
-from hf_emopt.distributed.layout import LOST, Grid, ProcessGroupArgument, build_grids
+from hf_emopt.checkpoint.flat_state_dict import check_owned_runs, emitted_runs, is_runs, matched_runs, owned_runs
+from hf_emopt.checkpoint.from_adamw import from_adamw, is_adamw
+from hf_emopt.checkpoint.gather import keep_owned, materialize
+from hf_emopt.checkpoint.matching import STATE_VERSION, loaded_state, matched
+from hf_emopt.checkpoint.state_dict import consolidated, emitted, is_state_init_step, left_behind, with_low_bits
+from hf_emopt.distributed.assignment import make_plan
+from hf_emopt.distributed.flat_params import FlatTensor
+from hf_emopt.distributed.layout import (
+    LOST,
+    Grid,
+    Partition,
+    ProcessGroupArgument,
+    UnsupportedLayoutError,
+    build_grids,
+    whole_shape,
+)
 from hf_emopt.distributed.plan import Plan, PlannedParameter
 from hf_emopt.distributed.planner import hyperparameters, plan_of, planned_copies, planned_matrices, world_size
+from hf_emopt.distributed.rank_groups import RankGroups, check_gradients
 from hf_emopt.distributed.tensor_parallel_choice import Choice, ModeOverrides, describe
+from hf_emopt.engine.context import ApplyStream, RefreshSchedule, Step, StepContext
 from hf_emopt.engine.delayed_gather import DelayedUpdates, check_overlap
-from hf_emopt.engine.engine import Engine
+from hf_emopt.engine.pipeline import begin_delayed, run_step
 from hf_emopt.engine.prefetch import EarlyFetch
 from hf_emopt.optimizers.changed_groups import ChangedGroups
-from hf_emopt.optimizers.diagnostics import Diagnostics, Level
+from hf_emopt.optimizers.diagnostics import Diagnostics, Level, check_level
 from hf_emopt.optimizers.flat_groups import Flattened
-from hf_emopt.optimizers.model_changes import refresh
-from hf_emopt.optimizers.param_groups import GroupBuilder, ParamsArgument, check_lora_options, describe_torch_group
-from hf_emopt.optimizers.step import step_together
+from hf_emopt.optimizers.param_groups import (
+    GroupBuilder,
+    ParamsArgument,
+    check_lora_options,
+    describe_torch_group,
+    keep_parameters,
+    take_in,
+)
+from hf_emopt.optimizers.untracked import CHECK_EVERY, UntrackedParameters
 from hf_emopt.optimizers.validation import (
     checked_process_group,
     no_matrices_message,
@@ -44,6 +63,8 @@ from hf_emopt.routing.route import ParameterRoute, RouteTable, coverage_warning
 from hf_emopt.rules.base import Group, MatrixRule
 from hf_emopt.rules.validation import check_flags
 from hf_emopt.state.forms import OffloadState, check_state_options, describe_memory
+from hf_emopt.state.offload import StateOffload
+from hf_emopt.state.store import StateStore
 
 __all__ = ["MatrixOptimizer"]
 
@@ -130,17 +151,17 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._model = weakref.ref(params) if isinstance(params, nn.Module) else None
         self._delayed = DelayedUpdates()
         self._early = EarlyFetch()
-        self._diagnostics = Diagnostics()
+        self.diagnostics_state = Diagnostics()
+        """What is measured, and the figures of the last step that was; see :meth:`diagnostics`."""
+        self._untracked = UntrackedParameters()
         self._skipped: dict[torch.device, Tensor] = {}
         # Of steps that a wrapper (DeepSpeed) skipped for the same reason before it came to ask for them.
         self._skipped_by_wrapper: Callable[[], int] | None = None
         self._transforms = 0
-        self._engine: Engine | None = None
+        self._context: StepContext | None = None
         self._flattened: Flattened | None = None
         self._planned_for: tuple[Any, ...] = ()
-        self._priced: list[Group] = []  # hyperparameters when owners were first given out
-        self._last_present: frozenset[str] | None = None
-        self._since_look = 0
+        self._cost_snapshot: list[Group] = []  # hyperparameters when owners were first assigned
         self._consolidated: dict[str, dict[str, Any]] | None = None
         self._only_initialized = False
         self._builder = GroupBuilder(
@@ -212,7 +233,44 @@ class MatrixOptimizer(torch.optim.Optimizer):
         if model is None:
             raise ValueError("the optimizer was built from parameters, so it knows no model: pass the model")
         self.synchronize()
-        return refresh(self, model)
+        if self._flattened is not None:
+            raise UnsupportedLayoutError(
+                "DeepSpeed has flattened the parameters that there were: build a new optimizer and engine for this model"
+            )
+        built, table = self._builder.build(model)
+        whole = self._leave_behind()
+        self._context, self._consolidated, self._planned_for = None, None, ()
+        known = {id(param) for group in self.param_groups for param in group["params"]}
+        removed = keep_parameters(self.param_groups, {id(param) for param in model.parameters()})
+        current = {param for group in self.param_groups for param in group["params"]}
+        for param in [param for param in self.state if param not in current]:
+            del self.state[param]
+        added, new_kinds = take_in(self.param_groups, built, known)
+        for group in new_kinds:
+            self._add_scheduled(group)
+        routes = [route for route in self._routes if route.name not in set(removed)]
+        self._routes = [*routes, *(route for route in table if route.name in set(added))]
+        if whole is not None:
+            context = self.current_context()
+            if context.ranks.world_size > 1:
+                keep_owned(context, {name: state for name, state in whole.items() if name not in set(removed)})
+                materialize(context)
+        return added, removed
+
+    def _add_scheduled(self, group: Group) -> None:
+        """Adds a group of a kind that there was none of, as far along the schedule as the others are."""
+        scheduled = [g for g in self.param_groups if float(g.get("initial_lr", 0.0)) > 0.0]
+        if scheduled:
+            relative = float(scheduled[0]["lr"]) / float(scheduled[0]["initial_lr"])
+            group = {**group, "initial_lr": group["lr"], "lr": group["lr"] * relative}
+        self.add_param_group(group)
+        if scheduled:
+            warnings.warn(
+                f"the optimizer has got a group {group['name']!r} that it had not: a scheduler knows the groups that there "
+                "were when it was made, and torch's stop at another number of them. Make the scheduler anew, with last_epoch "
+                "as the old one's",
+                stacklevel=3,
+            )
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:
@@ -223,18 +281,19 @@ class MatrixOptimizer(torch.optim.Optimizer):
         written through ``.data`` or NumPy. After every step ask anew: a tensor that was kept from before may still be
         written to when the step has returned.
         """
-        engine = vars(self).get("_engine")
-        if engine is not None and engine.offload is not None:
-            engine.offload.settle()
-        self._join()
+        context = self.context
+        if context is not None:
+            if context.store.offload is not None:
+                context.store.offload.settle()
+            self.rule.join()
         return vars(self)["state"]  # type: ignore[no-any-return]
 
     @state.setter
     def state(self, value: defaultdict[Tensor, Any]) -> None:
-        if vars(self).get("_engine") is not None:
-            priced = self._priced  # owners stay who they are
+        if self.context is not None:
+            snapshot = self._cost_snapshot  # owners stay who they are
             self._forget_plan()
-            self._priced = priced
+            self._cost_snapshot = snapshot
         vars(self)["state"] = value
 
     @property
@@ -250,33 +309,95 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     def explain(self) -> str:
         """The route table, the groups, what a step does and how it is batched, as text."""
-        with self._as_built():
+        with self.as_built():
             rule_line = next((self.rule.describe(g) for g in self.param_groups if g["kind"] == "matrix"), "no matrices")
             groups = "\n".join("  " + describe_torch_group(g) for g in self.param_groups)
             memory = describe_memory(self.rule, self.param_groups, self.offload_state)
-            if self._engine is not None and self._planned_for == self._identity():
-                plan = self._engine.plan
-            else:  # of its own: to plan anew in the middle of a run takes all ranks
-                plan = self._plan_anew()
+            if self._context is not None and self._planned_for == self._identity():
+                plan = self._context.plan
+            else:  # not the context's: to make a context in the middle of a run takes all ranks
+                plan = self._new_plan(self._cost_snapshot)
         return "\n".join(
             part
             for part in (str(self.routes), rule_line, "groups:", groups, memory, str(plan), describe(self._choices))
             if part
         )
 
-    def _plan_anew(self) -> Plan:
+    def _new_plan(self, cost_snapshot: list[Group]) -> Plan:
         grids = self._grids()
-        matrices, offloads = self.planned_parameters(grids), self.offload_state is not None
+        matrices, offloads = self.planned_parameters(grids, cost_snapshot), self.offload_state is not None
         return plan_of(matrices, self.rule, self.param_groups, world_size(grids), offloads, self._overlaps)
 
-    def _as_built(self) -> AbstractContextManager[None]:
-        """Inside, groups have all parameters, also where a wrapper has put flat tensors in their place."""
-        return nullcontext() if self._flattened is None else self._flattened.exposed(self)
+    # ------------------------------------------------------------------ wrappers that flatten parameters
+
+    def attach_wrapper(
+        self, flats: Sequence[FlatTensor] | None = None, skipped_steps: Callable[[], int] | None = None
+    ) -> None:
+        """Follows a wrapper (DeepSpeed's ZeRO) that puts other tensors into the groups, or skips steps by itself.
+
+        Args:
+            flats: the flat tensors that it puts there, whose gradients it checks; ``None`` where it puts none.
+            skipped_steps: gives the number of steps that it has skipped.
+        """
+        if skipped_steps is not None:
+            self._skipped_by_wrapper = skipped_steps
+        if flats is not None:
+            self._flattened = Flattened(self.param_groups, flats, checked=True)
+
+    @property
+    def is_flattened(self) -> bool:
+        """Whether a wrapper has flattened the parameters: then groups hold flat tensors outside of :meth:`as_built`."""
+        return self._flattened is not None
+
+    @contextmanager
+    def as_built(self) -> Iterator[None]:
+        """Inside, groups have all parameters and their state, also where a wrapper has put flat tensors in their place."""
+        flattened = self._flattened
+        if flattened is None or flattened.is_exposed:
+            yield
+            return
+        shown, shown_state = self.param_groups, self.state
+        entered = self.param_groups = flattened.expose(shown)
+        vars(self)["state"] = flattened.state  # not by the property, which would forget the plan
+        try:
+            yield
+        finally:
+            flattened.hide(list(self.param_groups), self.state)
+            # A loaded checkpoint has put other groups in their place.
+            self.param_groups = shown if self.param_groups is entered else flattened.groups
+            vars(self)["state"] = shown_state
+
+    @torch.no_grad()
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Copies whole weights into the parameters, sharded, flattened or not.
+
+        Args:
+            weights: by the names that the optimizer knows; others are ignored.
+
+        Raises:
+            ValueError: naming parameters that are missing, or that have another shape; nothing was changed by then.
+        """
+        missing = [n for group in self.param_groups for n in group["param_names"] if n not in weights]
+        if missing:
+            raise ValueError(f"no weights of {', '.join(missing[:5])} ({len(missing)} trained parameters in all)")
+        with self.as_built():
+            named = [(n, p) for group in self.param_groups for n, p in zip(group["param_names"], group["params"])]
+            for name, param in named:
+                if tuple(weights[name].shape) != whole_shape(param):
+                    raise ValueError(
+                        f"{name} has shape {tuple(weights[name].shape)}, the parameter {whole_shape(param)}"
+                    )
+            for name, param in named:
+                if isinstance(param, Partition):
+                    start, stop = param.span
+                    param.local.copy_(weights[name].reshape(-1)[start:stop])
+                else:
+                    param.copy_(weights[name])
 
     @property
     def transform_count(self) -> int:
         """Matrices that this process has transformed so far; summed over ranks, each matrix counts once a step."""
-        return self._transforms + (0 if self._engine is None else self._engine.transform_count)
+        return self._transforms + (0 if self._context is None else self._context.counts["transforms"])
 
     def diagnostics(self, level: Level = "layers") -> AbstractContextManager[dict[str, float]]:
         """Measures the last step that is taken inside; the dictionary it gives is filled at the end of the block.
@@ -297,7 +418,30 @@ class MatrixOptimizer(torch.optim.Optimizer):
             ValueError: for another level.
             RuntimeError: when no step was taken inside.
         """
-        return self._diagnostics.measuring(self, level)
+        check_level(level, "level")
+        return self._measuring(level)
+
+    @contextmanager
+    def _measuring(self, level: Level) -> Iterator[dict[str, float]]:
+        values: dict[str, float] = {}
+        self.diagnostics_state.start()
+        try:
+            yield values
+        except BaseException:
+            self.diagnostics_state.stop()
+            raise
+        if not self.read_diagnostics(level):
+            raise RuntimeError("diagnostics() measured nothing: call optimizer.step() inside the with block")
+        values.update(self.diagnostics_state.values)
+
+    def read_diagnostics(self, level: Level) -> bool:
+        """Reads what was measured since ``diagnostics_state.start()`` into ``diagnostics_state.values``. Collective.
+
+        Returns:
+            ``False`` when no step was measured.
+        """
+        by_wrapper = 0 if self._skipped_by_wrapper is None else self._skipped_by_wrapper()
+        return self.diagnostics_state.read(level, self._skipped, by_wrapper)
 
     # ------------------------------------------------------------------ step
 
@@ -318,11 +462,59 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self.synchronize()
         if self._flattened is None:
-            step_together(self, None)
-        else:
-            with self._flattened.stepping(self) as names:
-                step_together(self, names)
+            self._step(None)
+            return loss
+        flats = [param for group in self.param_groups for param in group["params"]]
+        self._flattened.check(flats)
+        with self.as_built(), self._flattened.with_gradients(flats) as names:
+            self._step(names)
         return loss
+
+    def _step(self, among: frozenset[str] | None) -> None:
+        """A step of the parameters with these names, or of all."""
+        flattened, groups = self._flattened, self.param_groups
+        # First: a GPU checks all numbers while the host goes through all parameters.
+        gradients = check_gradients(groups, self.skip_nonfinite and not (flattened is not None and flattened.checked))
+        context, overlaps = self.current_context(), self._overlaps
+        if not context.ranks.is_open:
+            context.open_ranks()
+        self._consolidated, self._only_initialized = None, False
+        if among is None and not any("step" in state for state in vars(self)["state"].values()):
+            self._only_initialized = is_state_init_step(context, groups)
+            if self._only_initialized:
+                return
+        if context.store.offload is not None:
+            context.store.offload.begin()
+            self._early.count()
+        self._changed.check()
+        if self.rule.scheduled:
+            context.schedule.follow_periods()
+        observer, consensus = self.diagnostics_state.observer, context.ranks.consensus
+        waits = observer is not None and consensus.group is not None
+        with observer.stopwatch.running(consensus.device) if waits and observer is not None else nullcontext():
+            verdict = (consensus if among is None else consensus.subset(among)).agree(
+                gradients.finite, gradients.present
+            )
+        if observer is not None:
+            observer.begin(context, verdict.ok, among)
+        untracked, model = self._untracked, None if among is not None or self._model is None else self._model()
+        if model is not None and (verdict.present != untracked.present or untracked.steps >= CHECK_EVERY):
+            untracked.check(model, groups, verdict.present)
+        untracked.steps += 1
+        if verdict.ok is not None:
+            if verdict.ok.device not in self._skipped:
+                self._skipped[verdict.ok.device] = torch.zeros((), device=verdict.ok.device)
+            self._skipped[verdict.ok.device].add_(~verdict.ok)
+        for group in groups:
+            if group["low_precision_weights"] == "stochastic" or group["state_dtype"] == "bfloat16":
+                group["rounding_seed"] = group.get("rounding_seed", 0) + 1
+        if overlaps and context.ranks.world_size > 1:
+            # A scheduler may change a learning rate before an update that was put off is applied.
+            applied = [{k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items()} for group in groups]
+            begin_delayed(Step(context, verdict, applied, observer), self._delayed)
+        else:
+            # Whoever measures reads the state of each bucket. Flat parameters are somebody else's between steps.
+            run_step(Step(context, verdict, groups, observer, observer is None), flattened is None)
 
     @property
     def _overlaps(self) -> bool:
@@ -332,20 +524,22 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def synchronize(self) -> None:
         """Finishes updates that ``overlap_param_gather`` has put off, so that all parameters are as after the step; and makes
         the current stream wait for refreshes that run beside what follows a step, so that all state is."""
-        self._delayed.finish()
-        self._join()
+        if self.overlap_param_gather:
+            self._delayed.finish()
+        if self._context is not None and self.rule.scheduled:
+            self.rule.join()
 
-    def _join(self) -> None:
-        engine = vars(self).get("_engine")
-        if engine is not None:
-            engine.join()
+    @property
+    def context(self) -> StepContext | None:
+        """The plans of the last step, their ranks and state, to be read; ``None`` before the first."""
+        return vars(self).get("_context")
 
-    def _current_engine(self) -> Engine:
-        """The plans for the parameters as they are now; wrappers swap Parameter objects after construction."""
+    def current_context(self) -> StepContext:
+        """The plans of the parameters as they are now: wrappers swap Parameter objects after construction."""
         identity = self._identity()
-        if self._engine is None or identity != self._planned_for:
-            self._engine, self._planned_for = self._make_engine(), identity
-        return self._engine
+        if self._context is None or identity != self._planned_for:
+            self._context, self._planned_for = self._make_context(), identity
+        return self._context
 
     def _identity(self) -> tuple[Any, ...]:
         # Shapes too: a wrapper may leave the Parameter and put another tensor into it.
@@ -354,41 +548,66 @@ class MatrixOptimizer(torch.optim.Optimizer):
         kinds = [(p._spec, p._local_tensor.device) if type(p) is DTensor else _kind_of(p) for p in params]
         return (*map(id, params), *kinds)
 
-    def _make_engine(self) -> Engine:
-        model = self._model() if self._overlaps and self._model is not None else None
+    def _make_context(self) -> StepContext:
+        overlaps, groups = self._overlaps, self.param_groups
+        model = self._model() if overlaps and self._model is not None else None
         if model is not None:
-            check_overlap(model, self.param_groups)
-        whole = left_behind(self)
-        self._priced = self._priced or hyperparameters(self.param_groups)
-        grids = self._grids()
-        check_state_options(self.rule, self.param_groups, self.offload_state)
-        self._changed = ChangedGroups(self.rule, self.param_groups)
-        engine = Engine(
+            check_overlap(model, groups)
+        whole = self._leave_behind()
+        self._cost_snapshot = self._cost_snapshot or hyperparameters(groups)
+        grids, offloads = self._grids(), self.offload_state is not None
+        check_state_options(self.rule, groups, self.offload_state)
+        self.rule.forget_batches()
+        params, ranks = [list(group["params"]) for group in groups], RankGroups(grids, own_replica_groups=overlaps)
+        matrices = self.planned_parameters(grids, self._cost_snapshot)
+        plan = plan_of(matrices, self.rule, groups, ranks.world_size, offloads, overlaps)
+        offload = StateOffload() if offloads else None
+        cuda = {p.device for members in params for p in members if p.device.type == "cuda"}
+        apply_stream = ApplyStream(cuda) if cuda and ranks.world_size > 1 and offload is None else None
+        context = StepContext(
             self.rule,
-            self.param_groups,
-            self.state,
-            self.planned_parameters(grids),
-            planned_copies(self.param_groups, grids),
-            grids,
+            groups,
+            params,
+            plan,
+            make_plan(planned_copies(groups, grids), forward_order=overlaps),
+            ranks,
+            StateStore(self.rule, groups, params, self.state, grids, offload),
+            RefreshSchedule(self.rule, groups, plan),
             self.transport_dtype,
-            self._overlaps,
-            self.offload_state is not None,
+            apply_stream,
         )
+        self._changed = ChangedGroups(self.rule, groups)
         if whole is not None:
-            keep_owned(engine, whole)
-        self._delayed.attach(model, (p for params in engine.params for p in params))
-        self._early.attach(engine, [route.name for route in self._routes])
-        return engine
+            keep_owned(context, whole)
+        self._delayed.attach(model, (p for members in params for p in members))
+        self._early.attach(context, [route.name for route in self._routes])
+        return context
+
+    def _leave_behind(self) -> dict[str, dict[str, Any]] | None:
+        """State by name, for the next plan; ``None`` where there is none."""
+        context = self._context
+        if context is None:
+            return None
+        context.finish_pending()
+        self._transforms += context.counts["transforms"]
+        return left_behind(context, self.state, self.param_groups)
 
     def _grids(self) -> dict[str, Grid]:
         named = [(n, p) for g in self.param_groups for n, p in zip(g["param_names"], g["params"])]
         return build_grids(named, self.process_group)
 
-    def planned_parameters(self, grids: dict[str, Grid] | None = None) -> list[PlannedParameter]:
-        """What the planner needs to know of each matrix parameter; see
-        :func:`~hf_emopt.distributed.planner.planned_matrices`."""
+    def planned_parameters(
+        self, grids: dict[str, Grid] | None = None, cost_snapshot: Sequence[Group] | None = None
+    ) -> list[PlannedParameter]:
+        """What the planner needs to know of each matrix parameter.
+
+        Args:
+            grids: the ranks of every parameter, by name; ``None`` for one process.
+            cost_snapshot: hyperparameters that decide on costs; ``None`` for those of the first plan.
+        """
+        snapshot = self._cost_snapshot if cost_snapshot is None else cost_snapshot
         planned, self._choices = planned_matrices(
-            self.rule, self.param_groups, grids, self._modes, self.transport_dtype, self._priced
+            self.rule, self.param_groups, grids, self._modes, self.transport_dtype, snapshot
         )
         return planned
 
@@ -416,7 +635,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         """
         self.synchronize()
         if self._flattened is None:  # else a checkpoint has a file for each rank
-            self._consolidated = consolidate(self, to)
+            self._consolidated = consolidated(self.current_context(), to)
 
     def state_dict(self) -> dict[str, Any]:
         """State and groups by position, as torch's; groups hold ``param_names``.
@@ -432,8 +651,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
         # Of those that others registered: torch would call them on what it makes, of which state is taken from here.
         hooks, self._optimizer_state_dict_post_hooks = self._optimizer_state_dict_post_hooks, OrderedDict()
         try:
-            with self._as_built():
-                made = (emitted if self._flattened is None else emitted_runs)(self, super().state_dict)
+            with self.as_built():
+                made = self._emitted(super().state_dict)
         finally:
             self._optimizer_state_dict_post_hooks = hooks
         for hook in hooks.values():
@@ -454,20 +673,66 @@ class MatrixOptimizer(torch.optim.Optimizer):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        with self._as_built():
-            (loaded if self._flattened is None or not is_runs(state_dict) else loaded_runs)(self, state_dict)
+        with self.as_built():
+            (self._load_runs if self._flattened is not None and is_runs(state_dict) else self._load_whole)(state_dict)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
+    def _emitted(self, plain_state_dict: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        has_state = any("step" in state for state in self.state.values())
+        context, whole = self._context, self._consolidated
+        if self._flattened is not None:
+            if has_state and context is None:  # state was loaded, and no step has made plans since
+                context = self.current_context()
+            groups, snapshot = self.param_groups, self._cost_snapshot
+            return emitted_runs(context, self._flattened.where, groups, snapshot, has_state, plain_state_dict)
+        if not has_state:
+            return plain_state_dict()
+        unready = whole is None and not self._only_initialized
+        # Asked of the plan as it is: a new one is a collective, and this may be one rank alone.
+        if context is None or not ((unready or whole is not None) and context.has_owned_state):
+            context = self.current_context()
+        context.finish_pending()
+        return emitted(context, self.param_groups, whole, unready, plain_state_dict)
+
+    def _load_whole(self, state_dict: dict[str, Any]) -> None:
+        """Puts a whole ``state_dict`` of any layout, or one of AdamW, into the optimizer; each rank keeps its part."""
+        if is_adamw(state_dict):
+            model = None if self._model is None else self._model()
+            by_name, groups = from_adamw(self.rule, self.param_groups, state_dict, model)
+        else:
+            by_name, groups = matched(self.rule, self.param_groups, state_dict, self.matrix_views_of_slices)
+        by_name = with_low_bits(by_name)
+        self._forget_plan()
+        # Where ranks share parameters, each takes its own part of the state, and no more, to its device.
+        shared = any(grid.world_size > 1 for grid in self._grids().values())
+        there = {name: {} for name in by_name} if shared else by_name
+        self.__setstate__(loaded_state(self.param_groups, there, groups, self.offload_state is not None))
+        if any(by_name.values()):  # a context knows whose state it is when parameters are replaced later
+            context = self.current_context()
+            if shared:
+                keep_owned(context, by_name)
+                materialize(context)
+
+    def _load_runs(self, state_dict: dict[str, Any]) -> None:
+        """Puts this rank's part of flattened parameters back."""
+        found = matched_runs(self.rule, self.param_groups, state_dict)
+        if found.has_state:
+            check_owned_runs(found.owned, owned_runs(self._new_plan(found.cost_snapshot), self._grids()))
+        self._forget_plan()
+        state = loaded_state(self.param_groups, found.by_name, found.groups, self.offload_state is not None)
+        self.__setstate__(state)
+        self._cost_snapshot = found.cost_snapshot
+
     def _forget_plan(self) -> None:
-        """Before state is put in place of the one that there is: plans and what belongs to them are made anew."""
-        if self._engine is not None:
+        """Before state is put in place of the one that there is: plans and what belongs to them are made again."""
+        if self._context is not None:
             self.rule.forget()  # a refresh that failed too often must not keep an earlier checkpoint from being loaded
-            self._engine.settle()
-            self._transforms += self._engine.transform_count
+            self._context.finish_pending()
+            self._transforms += self._context.counts["transforms"]
         self._early.attach(None)
-        self._engine, self._consolidated, self._only_initialized = None, None, False
-        self._priced = []
+        self._context, self._consolidated, self._only_initialized = None, None, False
+        self._cost_snapshot = []
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but what is rebuilt at the next step; torch's own would drop the routes and the rule.
@@ -476,18 +741,18 @@ class MatrixOptimizer(torch.optim.Optimizer):
         original, which a copy would step in its own stead.
         """
         self.synchronize()
-        if self._engine is not None:
-            self._engine.settle()
+        if self._context is not None:
+            self._context.finish_pending()
         kept = {k: v for k, v in self.__dict__.items() if k != "step" and not k.startswith("_optimizer_")}
         return {
             **kept,
-            "_engine": None,
+            "_context": None,
             "_planned_for": (),
             "_transforms": self.transform_count,
             "_consolidated": None,
             "_model": None,
             "_flattened": None,
             "_skipped_by_wrapper": None,
-            "_diagnostics": Diagnostics(),
+            "diagnostics_state": Diagnostics(),
             "process_group": self.process_group if self.process_group in (None, "self") else LOST,
         }

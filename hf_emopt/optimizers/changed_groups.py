@@ -25,12 +25,13 @@ class ChangedGroups:
 
     Args:
         rule: of the matrices.
-        groups: the optimizer's own, which are looked at again in :meth:`check`.
+        groups: the optimizer's own, which :meth:`check` reads.
     """
 
     def __init__(self, rule: MatrixRule, groups: Sequence[Group]) -> None:
         self._rule, self._groups = rule, groups
         self._known = [_values(group) for group in groups]
+        self._sizes = [len(group) for group in groups]
 
     def check(self) -> None:
         """To be called before each step.
@@ -39,10 +40,13 @@ class ChangedGroups:
             ValueError: a value is out of range, or asks for state that there is none of.
         """
         for index, (group, known) in enumerate(zip(self._groups, self._known)):
-            now = _values(group)
-            if now != known:
-                self._check(group, known)
-                self._known[index] = now
+            # What was a plain value may have become a tensor, which is no longer compared.
+            if any(group.get(key) != value for key, value in known.items()) or len(group) != self._sizes[index]:
+                now = _values(group)
+                if now != known:
+                    self._check(group, known)
+                    self._known[index] = now
+                self._sizes[index] = len(group)
 
     def _check(self, group: Group, known: dict[str, Any]) -> None:
         try:

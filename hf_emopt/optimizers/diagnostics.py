@@ -23,14 +23,13 @@ failures              refreshes that failed in a row                            
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, get_args
 
-from hf_emopt.engine.step_metrics import Figures, ParameterFigures, Watch
+import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from hf_emopt.optimizers.interface import Steppable
+from hf_emopt.engine.step_metrics import Figures, ParameterFigures, StepMetrics
 
 __all__ = ["LAYERS", "PREFIX", "QUANTITIES", "Diagnostics", "Level", "check_level", "named"]
 
@@ -57,51 +56,44 @@ class Diagnostics:
     """Whether an optimizer's steps are measured, and the figures of the last one that was.
 
     Attributes:
-        watch: measures the steps; ``None`` while nobody wants to know.
+        observer: measures the next steps; ``None`` while nobody wants to know.
         values: the last figures by name; empty on all ranks but the first.
-        level: what ``values`` are to have.
+        level: of the figures that a ``Trainer`` logs; ``None`` for none.
     """
 
     def __init__(self) -> None:
-        self.watch: Watch | None = None
+        self.observer: StepMetrics | None = None
         self.values: dict[str, float] = {}
         self.level: Level | None = None
-        self._watch = Watch()
+        self._metrics = StepMetrics()
 
     def start(self) -> None:
         """The next steps are measured."""
-        self.watch = self._watch
+        self.observer = self._metrics
 
     def stop(self) -> None:
         """The next steps are not measured; what was measured since the last :meth:`read` is forgotten."""
-        if self.watch is not None:
-            self.watch, self._watch = None, Watch()
+        if self.observer is not None:
+            self.observer, self._metrics = None, StepMetrics()
 
-    def read(self, optimizer: Steppable, level: Level) -> bool:
-        """Reads what was measured into ``values``, and measures no more. Collective; ``False`` when no step was measured."""
-        watch, self.watch, self.values = self._watch, None, {}
-        if not watch.measured:
+    def read(self, level: Level, skipped: Mapping[torch.device, Tensor], skipped_by_wrapper: int) -> bool:
+        """Reads what was measured into :attr:`values`, and measures no more. Collective.
+
+        Args:
+            level: which figures.
+            skipped: number of skipped steps so far, by device.
+            skipped_by_wrapper: those that a wrapper has skipped by itself.
+
+        Returns:
+            ``False`` when no step was measured.
+        """
+        self.observer, self.values = None, {}
+        if not self._metrics.measured:
             return False
-        by_wrapper = optimizer._skipped_by_wrapper
-        figures = watch.read(optimizer._skipped, 0 if by_wrapper is None else by_wrapper())
+        figures = self._metrics.read(skipped, skipped_by_wrapper)
         if figures is not None:
             self.values = named(figures, level)
         return True
-
-    @contextmanager
-    def measuring(self, optimizer: Steppable, level: Level) -> Iterator[dict[str, float]]:
-        """See :meth:`hf_emopt.optimizers.base.MatrixOptimizer.diagnostics`."""
-        check_level(level, "level")
-        values: dict[str, float] = {}
-        self.start()
-        try:
-            yield values
-        except BaseException:
-            self.stop()
-            raise
-        if not self.read(optimizer, level):
-            raise RuntimeError("diagnostics() measured nothing: call optimizer.step() inside the with block")
-        values.update(self.values)
 
 
 def check_level(level: object, where: str) -> None:

@@ -12,16 +12,13 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
+from hf_emopt.distributed.flat_params import FlatTensor, local_run
 from hf_emopt.distributed.layout import Partition, Storage, UnsupportedLayoutError
 from hf_emopt.rules.base import Group
-
-if TYPE_CHECKING:
-    from hf_emopt.optimizers.interface import Steppable
-from hf_emopt.distributed.flat_params import FlatTensor, _run
 
 __all__ = ["Flattened"]
 
@@ -45,7 +42,8 @@ class Flattened:
         self._flats = {id(flat.tensor): flat for flat in flats}
         self._parts: list[list[Partition]] = []
         self._inside: dict[int, list[tuple[Partition, int, str]]] = defaultdict(list)
-        self._open = False
+        self._flat_params: list[list[Tensor]] = []
+        self.is_exposed = False
         found: dict[tuple[int, int], Partition] = {}
         self._where: dict[int, tuple[int, int]] = {}
         for number, flat in enumerate(flats):
@@ -53,7 +51,7 @@ class Flattened:
                 storage = Storage(
                     (math.prod(place.shape),), tuple((((a, b),),) for a, b in place.spans), flat.grid.ranks
                 )
-                part = Partition.of(_run(flat, place), storage, flat.grid, place.shape, flat.compute)
+                part = Partition.of(local_run(flat, place), storage, flat.grid, place.shape, flat.compute)
                 part.offloaded, part.pinned = flat.offloaded, flat.pinned
                 found[flat.group, place.position] = part
                 self._where[id(part)] = (number, place.offset)
@@ -70,56 +68,60 @@ class Flattened:
         """Number of the flat tensor that a partition is in, and its offset there."""
         return self._where[id(part)]
 
-    @contextmanager
-    def exposed(self, optimizer: Steppable) -> Iterator[None]:
-        """Inside, the optimizer has all its groups, their parameters as partitions, and the state of these."""
-        if self._open:
-            yield
-            return
-        shown, shown_state = optimizer.param_groups, optimizer.state
+    def expose(self, shown: list[Group]) -> list[Group]:
+        """Puts the partitions into the groups, in place of flat tensors.
+
+        Args:
+            shown: the optimizer's groups as the wrapper has left them.
+
+        Returns:
+            All groups, as they were built. :attr:`state` is the state of their parameters.
+        """
         if len(shown) == len(self.groups):
             self.groups = list(shown)
         self._follow()
-        flat_params = [group["params"] for group in self.groups]
+        self._flat_params = [group["params"] for group in self.groups]
         for group, parts in zip(self.groups, self._parts):
             group["params"] = parts
-        entered = self.groups
-        optimizer.param_groups, self._open = entered, True
-        vars(optimizer)["state"] = self.state  # beside the property, for which plans would be made anew
-        try:
-            yield
-        finally:
-            self.groups, self.state, self._open = list(optimizer.param_groups), optimizer.state, False
-            for group, params in zip(self.groups, flat_params):
-                group["params"] = params
-            # A loaded checkpoint has put other groups in their place.
-            optimizer.param_groups = shown if optimizer.param_groups is entered else self.groups
-            vars(optimizer)["state"] = shown_state
+        self.is_exposed = True
+        return self.groups
 
-    @contextmanager
-    def stepping(self, optimizer: Steppable) -> Iterator[frozenset[str]]:
-        """:meth:`exposed`, with gradients of the parameters in the flat tensors that the groups hold; yields their names.
+    def hide(self, groups: list[Group], state: dict[Tensor, Any]) -> None:
+        """Puts the flat tensors back.
+
+        Args:
+            groups, state: as they are now; a checkpoint that was loaded meanwhile has put others in place of the exposed
+                ones.
+        """
+        self.groups, self.state, self.is_exposed = groups, state, False
+        for group, params in zip(self.groups, self._flat_params):
+            group["params"] = params
+
+    def check(self, flats: Sequence[Tensor]) -> None:
+        """Refuses tensors that are none of the flat ones.
 
         Raises:
-            UnsupportedLayoutError: for a parameter that is none of the flat tensors.
+            UnsupportedLayoutError: naming their shapes.
         """
-        called = [param for group in optimizer.param_groups for param in group["params"]]
-        foreign = [tuple(param.shape) for param in called if id(param) not in self._flats]
+        foreign = [tuple(param.shape) for param in flats if id(param) not in self._flats]
         if foreign:
             raise UnsupportedLayoutError(
                 f"parameter groups hold tensors of shapes {foreign[:3]} that DeepSpeed had not put there when the optimizer "
                 "was attached to it; build a new optimizer for every deepspeed.initialize"
             )
-        inside = [item for flat in called for item in self._inside[id(flat)]]
-        with self.exposed(optimizer):
-            try:
-                for flat in called:
-                    for part, offset, _ in self._inside[id(flat)]:
-                        part.grad = None if flat.grad is None else flat.grad[offset : offset + part.numel()]
-                yield frozenset(name for _, _, name in inside)
-            finally:
-                for part, _, _ in inside:
-                    part.grad = None
+
+    @contextmanager
+    def with_gradients(self, flats: Sequence[Tensor]) -> Iterator[frozenset[str]]:
+        """Inside, the partitions in these flat tensors have their part of the flat gradients; yields their names."""
+        inside = [item for flat in flats for item in self._inside[id(flat)]]
+        try:
+            for flat in flats:
+                for part, offset, _ in self._inside[id(flat)]:
+                    part.grad = None if flat.grad is None else flat.grad[offset : offset + part.numel()]
+            yield frozenset(name for _, _, name in inside)
+        finally:
+            for part, _, _ in inside:
+                part.grad = None
 
     def _follow(self) -> None:
         """Points partitions to where a wrapper has moved its flat tensors (``engine.offload_states`` and back)."""

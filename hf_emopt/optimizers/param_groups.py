@@ -27,7 +27,7 @@ from hf_emopt.routing.route import (
 )
 from hf_emopt.rules.base import Group, MatrixRule
 
-__all__ = ["Derived", "GroupBuilder", "check_lora_options"]
+__all__ = ["Derived", "GroupBuilder", "check_lora_options", "describe_torch_group", "keep_parameters", "take_in"]
 
 
 ParamsArgument = nn.Module | Iterable[Any]
@@ -299,3 +299,63 @@ def describe_torch_group(group: Group) -> str:
         f"{group['name']}: {len(group['params'])} parameters, {count:,} elements, lr {lr:g}, "
         f"weight decay {group['weight_decay']:g}"
     )
+
+
+_BY_PARAMETER = ("params", "param_names", "units", "adapters")
+"""Keys of a group that have an entry for each parameter."""
+
+
+def keep_parameters(groups: Sequence[Group], kept: set[int]) -> list[str]:
+    """Drops parameters from groups, in place.
+
+    Args:
+        kept: of the parameters that stay, by ``id``.
+
+    Returns:
+        Names of those that were dropped.
+    """
+    dropped: list[str] = []
+    for group in groups:
+        stay = [index for index, param in enumerate(group["params"]) if id(param) in kept]
+        dropped += [name for index, name in enumerate(group["param_names"]) if index not in stay]
+        for key in _BY_PARAMETER:
+            if key in group:
+                group[key] = [group[key][index] for index in stay]
+    return dropped
+
+
+def take_in(groups: Sequence[Group], built: Sequence[Group], known: set[int]) -> tuple[list[str], list[Group]]:
+    """Adds parameters to the groups of their kind, in place.
+
+    Args:
+        built: groups of all parameters, as :meth:`GroupBuilder.build` makes them.
+        known: of the parameters that groups have, by ``id``.
+
+    Returns:
+        Names of all parameters that are new, and groups of those of a kind that there was none of.
+    """
+    added: list[str] = []
+    new_kinds: list[Group] = []
+    live = {group["name"]: group for group in groups}
+    for group in built:
+        fresh = [index for index, (_, param) in enumerate(group["params"]) if id(param) not in known]
+        if not fresh:
+            continue
+        added += [group["params"][index][0] for index in fresh]
+        part = dict(group)
+        for key in _BY_PARAMETER:
+            if key in part:
+                part[key] = [part[key][index] for index in fresh]
+        target = live.get(group["name"])
+        if target is None:
+            new_kinds.append(part)
+            continue
+        if ("adapters" in part) != ("adapters" in target):
+            part.setdefault("adapters", [()] * len(fresh))
+            target.setdefault("adapters", [()] * len(target["params"]))
+        target["param_names"] += [name for name, _ in part["params"]]
+        target["params"] += [param for _, param in part["params"]]
+        for key in ("units", "adapters"):
+            if key in part:
+                target[key] += part[key]
+    return added, new_kinds

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hf_emopt.distributed.layout import Grid, grid_of, local_tensor, slices, storage_of
 from hf_emopt.distributed.plan import OwnedRegion
-from hf_emopt.engine.engine import Engine
+from hf_emopt.engine.context import StepContext
 from hf_emopt.formats.master_weights import WEIGHT_STATE, load_weights, needs_master, store_weights
 from hf_emopt.optimizers.base import MatrixOptimizer
 
@@ -49,7 +49,7 @@ def scale_slices(
         policy = "none" if group is None else group["low_precision_weights"]
     if optimizer is not None and policy != "none":
         state = optimizer.state.get(param, {})
-        owned = None if optimizer._engine is None else _owned(optimizer._engine, param)
+        owned = None if optimizer.context is None else _owned(optimizer.context, param)
     noise = _noise(name, param, state) if policy == "stochastic" else None
     if owned is not None:
         _scale_owned(param, state, owned, factors, dim, zero_centered, policy, noise)
@@ -63,14 +63,14 @@ def scale_slices(
         _scale(local[where], part, factors[slice(*region[dim])], dim, zero_centered, policy, noise)
 
 
-def _owned(engine: Engine, param: Tensor) -> tuple[Grid, list[OwnedRegion]] | None:
+def _owned(context: StepContext, param: Tensor) -> tuple[Grid, list[OwnedRegion]] | None:
     """The ranks that hold copies of a parameter whose state lies with owners, and the owned regions that are this rank's."""
-    for plan in (engine.plan, engine.aux_plan):
+    for plan in (context.plan, context.aux_plan):
         for bucket in plan.buckets:
             for i in range(len(bucket.parameters)):
-                if engine.parameter(bucket, i) is param:
-                    owned_regions = engine.states.owned(bucket, i)
-                    return None if owned_regions is None else (engine.grid_of_bucket(bucket), owned_regions)
+                if context.parameter(bucket, i) is param:
+                    owned_regions = context.store.owned(bucket, i)
+                    return None if owned_regions is None else (context.ranks.grid(bucket), owned_regions)
     return None
 
 

@@ -1,13 +1,8 @@
-"""State in the form in which it is kept: packed, laid out as its parameter, and at home on the host where it is offloaded.
-
-:class:`Lender` hands it out in the form in which it is computed with, on the device of the mathematics, for as long as a
-phase of a step takes.
-"""
+"""The form in which state is kept: its entries, their shapes and layouts, and the bytes they take."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -15,25 +10,24 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from hf_emopt.distributed.layout import Partition, UnsupportedLayoutError, local_tensor
+from hf_emopt.distributed.layout import Partition, UnsupportedLayoutError
+from hf_emopt.distributed.plan import OwnedRegion
 from hf_emopt.formats.master_weights import WEIGHT_STATE, init_weight_state
-from hf_emopt.formats.moments import is_coded, is_moment, is_scale, packed_like, scale_shape, unpacked, update_packed
+from hf_emopt.formats.moments import is_coded, is_moment, is_scale, packed_like, scale_shape
 from hf_emopt.routing.packing import unpack_matrix_views
 from hf_emopt.rules.adamw import init_adamw_state
 from hf_emopt.rules.base import Group, MatrixRule
-from hf_emopt.state.host_transfer import home_of
-from hf_emopt.state.offload import StateOffload
 
 __all__ = [
-    "Lender",
     "OffloadState",
     "check_state_options",
     "describe_memory",
     "elementwise_state",
+    "is_offloadable",
     "is_weight_state",
     "laid_out",
     "matrix_state",
-    "moves",
+    "part_of",
     "shape_of_entry",
     "state_bytes",
 ]
@@ -130,7 +124,7 @@ def is_weight_state(key: str) -> bool:
     return key in WEIGHT_STATE
 
 
-def moves(key: str) -> bool:
+def is_offloadable(key: str) -> bool:
     """Whether an entry is offloaded: all but the few numbers that a step reads before anything else, on device or host."""
     return key != "step" and not key.startswith(("rounds", "pending"))
 
@@ -150,101 +144,18 @@ def laid_out(local: Tensor, like: Tensor, shape: Sequence[int]) -> Tensor:
     return DTensor(local, DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta), requires_grad=False)
 
 
-class Lender:
-    """Hands out state in the form in which it is computed with.
+def part_of(tensor: Tensor, owned: Sequence[OwnedRegion], key: str = "") -> Tensor | None:
+    """The owned regions of a tensor as one, in order, or ``None`` when there are none.
 
     Args:
-        offload: where state lies on the host between steps; ``None`` where it lies on the device.
+        key: of the state entry that the tensor is, if it is one. Scales have a row for each of the parameter's, and
+            owned regions of parameters that have scales are rows.
     """
-
-    def __init__(self, offload: StateOffload | None) -> None:
-        self.offload = offload
-
-    def home(self, key: str, value: Tensor, device: torch.device) -> Tensor:
-        """An entry where it is to lie between steps.
-
-        Args:
-            device: on which it is computed with.
-        """
-        if self.offload is None or not moves(key):
-            return value
-        if not isinstance(value, DTensor):
-            return home_of(value, device)
-        local = local_tensor(value)
-        home = home_of(local, device)
-        return value if home is local else laid_out(home, value, value.shape)
-
-    def lends_as_kept(self, group: Group, here_already: bool = False) -> bool:
-        """Whether :meth:`lent` hands out the states themselves: neither packed nor offloaded."""
-        return group["state_dtype"] == "float32" and (here_already or self.offload is None)
-
-    def lent(
-        self,
-        name: Hashable,
-        states: Sequence[State],
-        device: torch.device,
-        wanted: Callable[[str], bool],
-        wide: torch.dtype,
-        group: Group,
-        ok: Tensor | None = None,
-        noise: Callable[[], torch.Generator] | None = None,
-        here_already: bool = False,
-        rows: Tensor | None = None,
-    ) -> AbstractContextManager[list[State]]:
-        """States of which the wanted entries are on the device, moments in dtype ``wide``, and may be written to.
-
-        What is in them is kept when the block ends, and gone from the dictionaries.
-
-        Args:
-            name: of the piece of work, the same in every step.
-            states: plain tensors.
-            device: of the mathematics.
-            wanted: which entries.
-            wide: dtype of moments.
-            group: says in which form they are kept.
-            ok: scalar bool on the device; ``False`` keeps moments as they were.
-            noise: makes a generator on the device for the rounding of moments.
-            here_already: they are copies on the device, brought with their parameters.
-            rows: index on the device, of the matrices whose moments are kept; others stay as they were. ``None`` for all.
-        """
-        if self.lends_as_kept(group, here_already):
-            return nullcontext(list(states))
-        offload = None if here_already else self.offload
-        return self._lent(offload, name, states, device, wanted, wide, group, ok, noise, rows)
-
-    @contextmanager
-    def _lent(
-        self,
-        offload: StateOffload | None,
-        name: Hashable,
-        states: Sequence[State],
-        device: torch.device,
-        wanted: Callable[[str], bool],
-        wide: torch.dtype,
-        group: Group,
-        ok: Tensor | None,
-        noise: Callable[[], torch.Generator] | None,
-        rows: Tensor | None,
-    ) -> Iterator[list[State]]:
-        packed = group["state_dtype"] != "float32"
-        here = [{k: v for k, v in s.items() if wanted(k) and moves(k)} for s in states]
-        flat = [value for s in here for value in s.values()]
-        offload = offload if flat else None
-        if offload is not None:
-            copies = offload.borrow(name, flat, device)
-            here = [{k: copies.pop(0) for k in s} for s in here]
-        lent = [
-            {**{k: v for k, v in s.items() if k not in h}, **(unpacked(h, wide) if packed else h)}
-            for s, h in zip(states, here)
-        ]
-        try:
-            yield lent
-            if packed:
-                generator = noise() if noise is not None else None
-                for h, s in zip(here, lent):
-                    update_packed(h, s, ok, generator, rows)
-        finally:
-            for s in (*lent, *here):  # before what comes next is given their memory
-                s.clear()
-            if offload is not None:
-                offload.give_back(name)
+    if not owned:
+        return None
+    if is_scale(key):
+        return torch.cat([tensor[slice(*owned_region.region[0])] for owned_region in owned])
+    if owned[0].shape == tuple(tensor.shape):
+        return tensor
+    parts = [tensor[tuple(slice(a, b) for a, b in s.region)] for s in owned]
+    return torch.cat(parts, dim=owned[0].dim) if len(parts) > 1 else parts[0].contiguous()

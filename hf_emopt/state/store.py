@@ -1,33 +1,111 @@
 """The state that a rank holds: made when a parameter is first met, found again by parameter, by bucket and by batch.
 
-Elementwise state lies as its parameter does, or, where ranks hold copies of a parameter, in the parts that a rank owns. State
-of whole matrices is one tensor for all matrices of a batch, of which ``optimizer.state`` has views.
+Elementwise state is laid out as its parameter, or, where ranks hold copies of a parameter, in the parts that a rank owns.
+State of whole matrices is one tensor for all matrices of a batch, and ``optimizer.state`` has views of it.
+
+Between steps an entry may be packed in fewer bits, and its tensor may be a host copy. A phase that reads or writes state has
+it swapped in: unpacked, and on the device of the mathematics.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from hf_emopt.distributed.layout import Grid, is_sharded, local_tensor, whole_shape
+from hf_emopt.distributed.layout import Grid, compute_device, is_sharded, local_tensor, whole_shape
 from hf_emopt.distributed.plan import Batch, Bucket, OwnedRegion
 from hf_emopt.formats.master_weights import weight_state_key
+from hf_emopt.formats.moments import unpacked, update_packed
 from hf_emopt.rules.base import Group, MatrixRule
-from hf_emopt.state.forms import Lender, elementwise_state, is_weight_state, laid_out, matrix_state, shape_of_entry
+from hf_emopt.state.forms import (
+    elementwise_state,
+    is_offloadable,
+    is_weight_state,
+    laid_out,
+    matrix_state,
+    part_of,
+    shape_of_entry,
+)
+from hf_emopt.state.host_transfer import home_of
 from hf_emopt.state.offload import StateOffload
-from hf_emopt.state.placement import compute_device, part_of
-from hf_emopt.state.snapshot import KeptStates
 
-__all__ = ["HeldStates"]
+__all__ = ["StateSnapshot", "StateStore", "SwapIn"]
 
 State = dict[str, Tensor]
 
 
-class HeldStates:
+def _all(key: str) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class SwapIn:
+    """What a phase of a step wants of state.
+
+    Attributes:
+        name: of the piece of work, the same in every step: the offload learns their order.
+        device: of the mathematics.
+        dtype: of moments while they are swapped in.
+        wanted: which entries, by key.
+        ok: scalar bool on the device; ``False`` keeps packed moments as they were.
+        noise: makes a generator on the device that rounds moments when they are packed.
+        rows: index on the device of the matrices whose moments are kept; others stay as they were. ``None`` for all.
+        on_device: the states are copies on the device already, brought with their parameters.
+    """
+
+    name: Hashable
+    device: torch.device
+    dtype: torch.dtype
+    wanted: Callable[[str], bool] = _all
+    ok: Tensor | None = None
+    noise: Callable[[], torch.Generator] | None = None
+    rows: Tensor | None = None
+    on_device: bool = False
+
+
+class StateSnapshot:
+    """States of parameters that are stepped together, kept from one step to the next while nobody replaces a tensor.
+
+    Attributes:
+        params: the parameters.
+        states: the state of each, as ``optimizer.state`` has it.
+        local: the state of each as this rank holds it, by its index in the bucket, without state of whole matrices.
+        keys: of ``local``.
+    """
+
+    def __init__(self, params: list[Tensor], states: list[State], local: dict[int, State]) -> None:
+        self.params, self.states, self.local = params, states, local
+        self.keys = tuple(local)
+        self._names = list(chain.from_iterable(states))
+        # Kept, so that no other tensor gets their identity.
+        self._entries = list(chain.from_iterable(map(dict.values, states)))
+
+    def is_current(self, state: dict[Tensor, Any], params: list[Tensor] | None = None) -> bool:
+        """Whether ``state`` has the same dictionaries with the same tensors, and ``params``, if given, are the parameters.
+
+        This is asked in every step, so nothing of Python's runs for each of them.
+        """
+        if params is not None and (len(params) != len(self.params) or not all(map(is_, params, self.params))):
+            return False
+        now = list(map(state.get, self.params))
+        if not all(map(is_, now, self.states)):
+            return False
+        entries = list(chain.from_iterable(map(dict.values, self.states)))
+        if len(entries) != len(self._entries) or not all(map(is_, entries, self._entries)):
+            return False
+        return list(chain.from_iterable(self.states)) == self._names
+
+
+class StateStore:
     """State of the parameters that are planned together, as this rank holds it.
 
     Args:
@@ -39,8 +117,9 @@ class HeldStates:
         offload: where state lies on the host between steps.
 
     Attributes:
+        state: the optimizer's ``state``.
+        offload: where state lies on the host between steps; ``None`` where it stays on the device.
         by_batch: state of whole matrices, by bucket and batch.
-        lender: gives state out in the form in which it is computed with.
     """
 
     def __init__(
@@ -52,29 +131,85 @@ class HeldStates:
         grids: dict[str, Grid],
         offload: StateOffload | None,
     ) -> None:
-        self._rule, self._groups, self._params, self._state = rule, groups, params, state
+        self._rule, self._groups, self._params, self.state = rule, groups, params, state
         self._positions = {name: grid.position for name, grid in grids.items()}
-        self._offload = offload
-        self.lender = Lender(offload)
+        self.offload = offload
         self.by_batch: dict[tuple[int, int], State] = {}
         self._local: dict[int, tuple[tuple[Any, ...], State]] = {}
-        self._of_buckets: dict[int, KeptStates] = {}
-        self._own: dict[tuple[int, int], KeptStates] = {}
+        self._of_buckets: dict[int, StateSnapshot] = {}
+        self._own: dict[tuple[int, int], StateSnapshot] = {}
         self._owned: dict[int, dict[int, list[OwnedRegion]]] = {}
-        self._views: dict[tuple[int, int], tuple[KeptStates | None, list[tuple[Tensor, str, Tensor]]]] = {}
-        self.bring_home()
+        self._views: dict[tuple[int, int], tuple[StateSnapshot | None, list[tuple[Tensor, str, Tensor]]]] = {}
+        self.move_to_host()
 
-    def bring_home(self) -> None:
+    def move_to_host(self) -> None:
         """Puts all state where it lies between steps; for state that came from elsewhere."""
-        if self._offload is None:
+        if self.offload is None:
             return
-        for param, state in self._state.items():
+        for param, state in self.state.items():
             for key, value in state.items():
-                state[key] = self.lender.home(key, value, compute_device(param) if "." in key else param.device)
+                state[key] = self.host_copy(key, value, compute_device(param) if "." in key else param.device)
 
-    def home_device(self, param: Tensor, key: str) -> torch.device:
+    def kept_device(self, param: Tensor, key: str) -> torch.device:
         """Where an entry of a parameter's elementwise state lies between steps."""
-        return param.device if self._offload is None or key == "step" else torch.device("cpu")
+        return param.device if self.offload is None or key == "step" else torch.device("cpu")
+
+    def host_copy(self, key: str, value: Tensor, device: torch.device) -> Tensor:
+        """An entry where it is kept between steps.
+
+        Args:
+            device: on which it is computed with.
+        """
+        if self.offload is None or not is_offloadable(key):
+            return value
+        if not isinstance(value, DTensor):
+            return home_of(value, device)
+        local = local_tensor(value)
+        copy = home_of(local, device)
+        return value if copy is local else laid_out(copy, value, value.shape)
+
+    def is_direct(self, group: dict[str, Any], on_device: bool = False) -> bool:
+        """Whether state is computed with as it is kept: neither packed nor offloaded."""
+        return group["state_dtype"] == "float32" and (on_device or self.offload is None)
+
+    def swapped_in(
+        self, states: Sequence[State], group: dict[str, Any], request: SwapIn
+    ) -> AbstractContextManager[list[State]]:
+        """States whose wanted entries are on the device, and may be written to.
+
+        When the block ends, what is in them is kept and the dictionaries are emptied.
+
+        Args:
+            states: plain tensors by key.
+            group: hyperparameters, which say in which form moments are kept.
+        """
+        if self.is_direct(group, request.on_device):
+            return nullcontext(list(states))
+        return self._swapped_in(states, group["state_dtype"] != "float32", request)
+
+    @contextmanager
+    def _swapped_in(self, states: Sequence[State], packed: bool, request: SwapIn) -> Iterator[list[State]]:
+        kept = [{k: v for k, v in s.items() if request.wanted(k) and is_offloadable(k)} for s in states]
+        flat = [value for s in kept for value in s.values()]
+        offload = self.offload if flat and not request.on_device else None
+        if offload is not None:
+            copies = offload.borrow(request.name, flat, request.device)
+            kept = [{k: copies.pop(0) for k in s} for s in kept]
+        swapped = [
+            {**{k: v for k, v in s.items() if k not in here}, **(unpacked(here, request.dtype) if packed else here)}
+            for s, here in zip(states, kept)
+        ]
+        try:
+            yield swapped
+            if packed:
+                generator = request.noise() if request.noise is not None else None
+                for here, s in zip(kept, swapped):
+                    update_packed(here, s, request.ok, generator, request.rows)
+        finally:
+            for s in (*swapped, *kept):  # before the next piece is given their memory
+                s.clear()
+            if offload is not None:
+                offload.give_back(request.name)
 
     # ------------------------------------------------------------------ of a parameter
 
@@ -84,8 +219,8 @@ class HeldStates:
         Args:
             owned: this rank's owned regions, where ranks share a parameter that each holds whole: state is theirs alone.
         """
-        state: State = self._state[param]
-        if _is_whole(state, param, group):
+        state: State = self.state[param]
+        if _has_all(state, param, group):
             return state
         begun = "step" in state
         if not begun:
@@ -97,14 +232,14 @@ class HeldStates:
             # Where state is there, its weights were wider: what 16 bits cannot hold is new.
             if key not in state and (is_weight_state(key) or not begun):
                 whole = shape_of_entry(key, param.shape)
-                state[key] = self.lender.home(key, laid_out(value, param, whole), param.device)
+                state[key] = self.host_copy(key, laid_out(value, param, whole), param.device)
         return state
 
     def of(self, bucket: Bucket, i: int) -> State:
         """State of the ``i``-th parameter of a bucket."""
         param, group = self._parameter(bucket, i), self._groups[bucket.group]
-        state: State = self._state[param]
-        if _is_whole(state, param, group):
+        state: State = self.state[param]
+        if _has_all(state, param, group):
             return state
         owned = self.owned(bucket, i)
         # Of what others own there is the count alone, which nothing can be missing beside.
@@ -140,16 +275,16 @@ class HeldStates:
 
     # ------------------------------------------------------------------ of several
 
-    def of_bucket(self, index: int, bucket: Bucket, present: Sequence[int]) -> KeptStates:
+    def of_bucket(self, index: int, bucket: Bucket, present: Sequence[int]) -> StateSnapshot:
         """:meth:`of` and :meth:`local` of some of a bucket's matrices; one object while they stay the same."""
         # One for a bucket: those of other parameters would keep tensors alive that have been replaced.
         known = self._of_buckets.get(index)
-        if known is not None and known.keys == tuple(present) and known.still(self._state):
+        if known is not None and known.keys == tuple(present) and known.is_current(self.state):
             return known
         params = [self._parameter(bucket, i) for i in present]
         states = [self.of(bucket, i) for i in present]
         local = {i: self.local(bucket, i) for i in present}
-        self._of_buckets[index] = KeptStates(params, states, local)
+        self._of_buckets[index] = StateSnapshot(params, states, local)
         return self._of_buckets[index]
 
     def elementwise(self, key: tuple[int, int], params: list[Tensor], group: Group) -> list[State]:
@@ -159,10 +294,10 @@ class HeldStates:
             key: of the parameters that are stepped together, mostly the same in every step.
         """
         known = self._own.get(key)
-        if known is None or not known.still(self._state, params):
+        if known is None or not known.is_current(self.state, params):
             states = [self.ready(p, group) for p in params]
             local = {i: {k: local_tensor(v) for k, v in state.items()} for i, state in enumerate(states)}
-            known = self._own[key] = KeptStates(list(params), states, local)
+            known = self._own[key] = StateSnapshot(list(params), states, local)
         return [{**state} for state in known.local.values()]
 
     def of_batch(self, key: tuple[int, int], bucket: Bucket, batch: Batch, group: Group) -> State:
@@ -171,9 +306,10 @@ class HeldStates:
         Made when a batch is first met, from what ``state`` has (a loaded checkpoint) or from the rule's start; and again
         where somebody has put something else into ``state``, or taken it out.
         """
-        if key in self.by_batch:
-            if self._are_views(key):
-                return self.by_batch[key]
+        known = self.by_batch.get(key)
+        if known is not None:
+            if not known or self._are_views(key):
+                return known
             self._rule.forget_batch(key)
         owned = self._owned_in(bucket)
         runs: list[tuple[int, int, int]] = []  # parameter, matrix view, matrices: neighbours of one parameter are one
@@ -185,18 +321,18 @@ class HeldStates:
         parts: dict[str, list[Tensor]] = defaultdict(list)
         for i, u, size in runs:
             param = self._parameter(bucket, i)
-            known = self._state.get(param, {})
+            there_already = self.state.get(param, {})
             like = torch.empty(0, dtype=param.dtype, device=compute_device(param))
             for name, value in matrix_state(self._rule, group, (size, *batch.shape), like).items():
-                there = value if self._offload is None else self.lender.home(name, value, value.device)
-                parts[name].append(known.get(f"{name}.{u}", there).to(there.device))
+                there = value if self.offload is None else self.host_copy(name, value, value.device)
+                parts[name].append(there_already.get(f"{name}.{u}", there).to(there.device))
         device = compute_device(self._parameter(bucket, runs[0][0]))
-        storage = {name: self.lender.home(name, torch.cat(values), device) for name, values in parts.items()}
+        storage = {name: self.host_copy(name, torch.cat(values), device) for name, values in parts.items()}
         views = []
         for name, value in storage.items():
             for view, (i, u, _) in zip(value.split([size for _, _, size in runs]), runs):
                 param = self._parameter(bucket, i)
-                self._state[param][f"{name}.{u}"] = view
+                self.state[param][f"{name}.{u}"] = view
                 views.append((param, f"{name}.{u}", view))
         self.by_batch[key], self._views[key] = storage, (None, views)
         return storage
@@ -208,7 +344,7 @@ class HeldStates:
         if kept is not None and kept is seen:
             return True
         nothing: State = {}
-        if not all(self._state.get(param, nothing).get(name) is view for param, name, view in views):
+        if not all(self.state.get(param, nothing).get(name) is view for param, name, view in views):
             return False
         self._views[key] = kept, views
         return True
@@ -220,7 +356,7 @@ class HeldStates:
         return bucket.owned(self._positions[bucket.parameters[0].name])
 
 
-def _is_whole(state: State, param: Tensor, group: Group) -> bool:
+def _has_all(state: State, param: Tensor, group: Group) -> bool:
     """Whether there is elementwise state, also for the dtype that the parameter has now."""
     key = weight_state_key(param.dtype, group["low_precision_weights"])
     return "step" in state and (key is None or key in state)

@@ -157,8 +157,8 @@ def order_of_messages(missing: str) -> tuple[list[Traffic], list[bool]]:
         model = wrap(Zoo(moe=Block(experts=moe), **layers), "fsdp2")
         optimizer = build(model, "muon")
         found = one_step(model, optimizer, missing).traffic
-        assert optimizer._engine is not None
-        return found, [bucket.communication_free for bucket in optimizer._engine.plan.buckets]
+        assert optimizer.context is not None
+        return found, [bucket.communication_free for bucket in optimizer.context.plan.buckets]
     finally:
         del os.environ["HF_EMOPT_MAX_BUCKET_NUMEL"]
 

@@ -54,7 +54,7 @@ def stepped(rule: str, layout: str, dtype: str) -> dict[str, Any]:
     with CollectiveCounter() as counter:
         optimizer.step()
     adamw.step()
-    engine = optimizer._current_engine()
+    engine = optimizer.current_context()
     return {
         "rank": dist.get_rank(),
         "state": sum(local_tensor(v).nbytes for s in optimizer.state.values() for v in s.values()),

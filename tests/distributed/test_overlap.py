@@ -82,8 +82,8 @@ def groups_used(overlap: bool) -> tuple[bool, int]:
     for _ in range(2):  # a second optimizer finds the group of the first
         wrapped(torch.zeros(1, 2, dtype=torch.int64)).sum().backward()
         optimizer.step()
-        assert optimizer._engine is not None
-        handles += [id(grid.replica_group) for grid in optimizer._engine.grids.values()]
+        assert optimizer.context is not None
+        handles += [id(grid.replica_group) for grid in optimizer.context.ranks.grids.values()]
         optimizer = hf_emopt.Muon(model, overlap_param_gather=overlap)
     return id(dist.group.WORLD) in handles, len(set(handles))
 

@@ -40,7 +40,7 @@ if INTERPRETING:
             train(model, optimizer, steps)
         finally:
             run_launch._launch = plain
-        buckets = len(optimizer._current_engine().plan.buckets)
+        buckets = len(optimizer.current_context().plan.buckets)
         return {"weights": weights(model), "counts": dict(counts), "buckets": buckets}
 
     def coming_and_going(layout: str) -> dict[str, Any]:

@@ -52,7 +52,7 @@ def trained(rule: str, layout: str, steps: int, every_size: bool = False, **opti
         model = model if layout == "single" else wrap(model, layout)
         optimizer = build(model, rule, **options)
         train(model, optimizer, steps)
-        offload = optimizer._current_engine().offload
+        offload = optimizer.current_context().store.offload
         left = None if offload is None else offload.resident_bytes
         return {
             "weights": weights(model),
@@ -137,7 +137,7 @@ def brought_in_backward(layout: str, rule: str, synchronized: bool) -> list[tupl
     optimizer = build(model, rule, offload_state="cpu")
     held = []
     for step in range(5):
-        offload = optimizer._current_engine().offload
+        offload = optimizer.current_context().store.offload
         assert offload is not None
         held.append([offload.resident_bytes])
         for last in (False, True):
@@ -195,7 +195,7 @@ def cut_by_columns() -> str:
     model = distribute(matrices([(64, 128)]), mesh, lambda name: [Shard(1)])
     optimizer = build(model, "muon", state_dtype="int8")
     try:
-        optimizer._current_engine()
+        optimizer.current_context()
     except UnsupportedLayoutError as error:
         return str(error)
     return "no error"
@@ -279,7 +279,7 @@ def looked_at_again() -> tuple[int, int]:
     """Parameters whose state was made, or looked through for what is missing, in two steps and in the two after."""
     model = wrap(zoo().to(torch.bfloat16), "ddp")
     optimizer = build(model, "muon")
-    states, calls = optimizer._current_engine().states, [0]
+    states, calls = optimizer.current_context().store, [0]
     ready = states.ready
 
     def counted(*args: Any, **options: Any) -> Any:

@@ -131,7 +131,7 @@ def test_one_look_at_an_attribute_for_a_bucket_when_off() -> None:
     batch = torch.arange(1, 13).view(1, -1)
     model(input_ids=batch, labels=batch).loss.backward()
     optimizer.step()
-    engine = optimizer._engine
+    engine = optimizer.context
     assert engine is not None
 
     class Counting(type(engine)):  # type: ignore[misc]

@@ -362,7 +362,7 @@ def bad_step(settings: dict[str, Any]) -> dict[str, Any]:
 
 def copies_of_state(optimizer: MatrixOptimizer) -> list[dict[str, Tensor]]:
     """This rank's."""
-    with optimizer._as_built():
+    with optimizer.as_built():
         params = [p for group in optimizer.param_groups for p in group["params"]]
         return [copy.deepcopy(optimizer.state.get(p, {})) for p in params]
 

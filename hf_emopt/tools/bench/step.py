@@ -36,7 +36,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hf_emopt.distributed.layout import local_tensor
-from hf_emopt.engine.engine import Engine
+from hf_emopt.engine.context import StepContext
 from hf_emopt.kernels import cuda_graphs
 from hf_emopt.optimizers.base import MatrixOptimizer
 from hf_emopt.tools.bench.step_models import Laid, build_model, lay_out
@@ -237,7 +237,7 @@ def measure(name: str, maker: Maker | None, settings: Settings, device: torch.de
     with _set(settings.environment):
         run = _Run(maker, settings, device)
         optimizer = run.optimizer
-        if isinstance(optimizer, MatrixOptimizer) and unlike and _plan_of(optimizer._current_engine()) == unlike:
+        if isinstance(optimizer, MatrixOptimizer) and unlike and _plan_of(optimizer.current_context()) == unlike:
             raise Unavailable("makes the same plan")
         times, loss = run.times()
         figures: Row = {"optimizer_name": name, "loss": loss}
@@ -407,14 +407,14 @@ def check_transforms(optimizer: MatrixOptimizer, steps: int, device: torch.devic
         raise TransformCountError(f"{int(count)} matrices were transformed in {steps} steps, {wanted} were to be")
     if optimizer.skipped_steps:
         raise TransformCountError(f"{optimizer.skipped_steps} steps were skipped: a gradient was not finite")
-    engine = optimizer._engine  # that of the last step: between steps DeepSpeed's parameters are flat and make no plan
-    assert engine is not None
-    return {"transforms": int(count), "imbalance": engine.plan.imbalance, "plan": _plan_of(engine)}
+    context = optimizer.context  # that of the last step: between steps DeepSpeed's parameters are flat and make no plan
+    assert context is not None
+    return {"transforms": int(count), "imbalance": context.plan.imbalance, "plan": _plan_of(context)}
 
 
-def _plan_of(engine: Engine) -> str:
+def _plan_of(context: StepContext) -> str:
     """Equal where matrices, and copies of the others, lie in the same buckets with the same owners."""
-    return f"{engine.plan.digest()[:16]} {engine.aux_plan.digest()[:16]}"
+    return f"{context.plan.digest()[:16]} {context.aux_plan.digest()[:16]}"
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:

@@ -1,0 +1,264 @@
+"""What the steps of one set of plans share, and what belongs to a single step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from hf_emopt.distributed.exchange import Arrival
+from hf_emopt.distributed.layout import compute_device
+from hf_emopt.distributed.plan import Batch, Bucket, OwnedRegion, Plan
+from hf_emopt.distributed.rank_groups import RankGroups, StepVerdict
+from hf_emopt.distributed.refresh_slots import Matrix, matrix_of, plan_slots
+from hf_emopt.engine.stopwatch import Stopwatch
+from hf_emopt.formats.moments import is_moment
+from hf_emopt.formats.rounding_noise import moment_noise
+from hf_emopt.kernels.streams import Beside
+from hf_emopt.rules.base import Group, MatrixRule, state_dtype
+from hf_emopt.state.host_transfer import Channel, channel_to
+from hf_emopt.state.store import StateStore, SwapIn
+
+__all__ = ["ApplyStream", "RefreshSchedule", "Step", "StepContext", "StepObserver", "Task"]
+
+State = dict[str, Tensor]
+
+Task = Iterator[None]
+"""The step of a bucket. It yields where it has begun a collective and others could go on."""
+
+MAX_KEPT = 1024
+"""Values that are kept for subsets of parameters: gradients that come and go make many subsets."""
+
+
+class RefreshSchedule:
+    """When, within its period, each piece of a matrix's periodic work is due. Values of the host alone.
+
+    Args:
+        rule: its periods and costs count.
+        groups: the optimizer's parameter groups.
+        plan: of the matrices.
+
+    Attributes:
+        steps: refresh steps of the pieces of each matrix, from 0 to the period less 1.
+    """
+
+    def __init__(self, rule: MatrixRule, groups: Sequence[Group], plan: Plan) -> None:
+        self._rule, self._groups, self._plan = rule, groups, plan
+        self._periods: tuple[int, ...] = ()
+        self.steps: dict[Matrix, tuple[int, ...]] = {}
+        self.follow_periods()
+
+    def follow_periods(self) -> None:
+        """Assigns refresh steps again when a period has changed: a step past the new period would never come."""
+        periods = tuple([self._rule.period(group) for group in self._groups if group["kind"] == "matrix"])
+        if periods != self._periods:
+            self.steps, self._periods = plan_slots(self._plan, self._groups, self._rule), periods
+
+    def of(self, bucket: Bucket, owned_region: OwnedRegion, matrix_view: int, b: int) -> tuple[int, ...]:
+        """Refresh steps of the pieces of a matrix, the ``b``-th of a matrix view."""
+        return self.steps[matrix_of(bucket, owned_region, matrix_view, b)]
+
+    @staticmethod
+    def next_param_step(state: State) -> int:
+        """Counts the steps that a parameter took part in, on the host."""
+        state.setdefault("rounds", torch.zeros((), dtype=torch.int64)).add_(1)
+        return int(state["rounds"])
+
+
+class ApplyStream:
+    """A stream on which updates of other ranks are waited for and applied, while the current stream goes on with the products
+    of other buckets. What is read there was queued before the collective that brings the updates.
+
+    Args:
+        devices: the GPUs of the parameters.
+    """
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._devices = tuple(devices)
+        self._streams = Beside("landing")
+
+    def open(self) -> None:
+        """At the beginning of a step in which nobody reads weights before the end."""
+        for device in self._devices:
+            self._streams.open(device)
+
+    def waiting_for(self, arrival: Arrival) -> AbstractContextManager[None]:
+        """Inside, work is queued on the stream, where it is open and something is waited for."""
+        device = arrival.buffer.device
+        if not arrival.works or not self._streams.is_open(device):
+            return nullcontext()
+        return self._streams.holding(device, (arrival.buffer, *arrival.keep))
+
+    def wait(self) -> None:
+        """Makes the current streams wait for all that was queued here."""
+        self._streams.wait()
+
+    def close(self) -> None:
+        """At the end of a step: as :meth:`wait`, and nothing is queued here until the next one."""
+        self._streams.join()
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """The plans of one set of parameters and what is kept between steps to carry them out.
+
+    A context is made anew when parameters change identity, shape or layout.
+
+    Attributes:
+        rule: the update of a matrix.
+        groups: the optimizer's parameter groups, with hyperparameters as they are now.
+        params: the parameters of each group, as they were planned: a wrapper may put others into the groups.
+        plan: of the matrices.
+        aux_plan: of the other parameters that ranks hold copies of, whose elementwise step they share.
+        ranks: process groups, grids and what ranks agree on.
+        store: the optimizer state of this rank.
+        schedule: when periodic work is due.
+        transport_dtype: of what travels, by name; ``None`` for the device's default.
+        apply_stream: applies updates of other ranks; ``None`` where there are none, on a CPU, and with offloaded state.
+        copy_streams: to devices, for parameters that their wrapper keeps on the host.
+        members: what follows from which parameters of a bucket take part (``BucketMembers``).
+        counts: ``"transforms"``: matrices that this process has transformed under these plans.
+    """
+
+    rule: MatrixRule
+    groups: list[Group]
+    params: list[list[Tensor]]
+    plan: Plan
+    aux_plan: Plan
+    ranks: RankGroups
+    store: StateStore
+    schedule: RefreshSchedule
+    transport_dtype: str | None
+    apply_stream: ApplyStream | None = None
+    copy_streams: dict[torch.device, Channel] = field(default_factory=dict, repr=False)
+    members: dict[tuple[Any, ...], Any] = field(default_factory=dict, repr=False)
+    counts: Counter[str] = field(default_factory=Counter, repr=False)
+    _batches: dict[tuple[int, int], tuple[Batch, ...]] = field(default_factory=dict, repr=False)
+
+    # ------------------------------------------------------------------ parts of the plans
+
+    @cached_property
+    def shared_aux(self) -> frozenset[str]:
+        """Names of the parameters in :attr:`aux_plan`."""
+        return frozenset(p.name for bucket in self.aux_plan.buckets for p in bucket.parameters)
+
+    def named(self) -> list[tuple[str, Tensor]]:
+        """All parameters with their names."""
+        return [(name, p) for g, params in zip(self.groups, self.params) for name, p in zip(g["param_names"], params)]
+
+    def parameter(self, bucket: Bucket, i: int) -> Tensor:
+        """The ``i``-th parameter of a bucket."""
+        return self.params[bucket.group][bucket.parameters[i].position]
+
+    def batches(self, index: int, bucket: Bucket) -> tuple[Batch, ...]:
+        """This rank's batches of a bucket of matrices."""
+        key = index, id(bucket)
+        if key not in self._batches:
+            self._batches[key] = bucket.batches(self.ranks.grid(bucket).position)
+        return self._batches[key]
+
+    def keep_members(self, key: tuple[Any, ...], value: Any) -> Any:
+        """Keeps a value in :attr:`members`; all are dropped when there are too many."""
+        if len(self.members) > MAX_KEPT:
+            if self.apply_stream is not None:
+                self.apply_stream.wait()  # it may still read tables of theirs
+            self.members.clear()
+        self.members[key] = value
+        return value
+
+    def copy_stream(self, device: torch.device) -> Channel:
+        """The way from the host to a device, for parameters that are offloaded by their wrapper."""
+        if device not in self.copy_streams:
+            self.copy_streams[device] = channel_to(device)
+        return self.copy_streams[device]
+
+    # ------------------------------------------------------------------ between steps
+
+    def open_ranks(self) -> None:
+        """What ranks do together before their first step; see :meth:`RankGroups.open`."""
+        self.ranks.open((self.plan, self.aux_plan), self.named())
+
+    def finish_pending(self) -> None:
+        """Finishes what the rule does behind a step, so that the state is what the last step left. No collective."""
+        self.rule.join()
+        for key, storage in self.store.by_batch.items():
+            if self.rule.in_flight(key):
+                self.finish_batch(key, storage)
+        if self.store.offload is not None:
+            self.store.offload.settle()
+
+    def finish_batch(self, key: tuple[int, int], storage: State) -> None:
+        """As :meth:`finish_pending`, for one batch.
+
+        Moments are swapped in only where some are written to. Packed again they would not be the same, and a run must not
+        depend on who asks for its state.
+        """
+        index, b = key
+        bucket = self.plan.buckets[index]
+        grid, group = self.ranks.grid(bucket), self.groups[bucket.group]
+        owned_region = bucket.owned(grid.position)[self.batches(index, bucket)[b].jobs[0][0]]
+        param = self.parameter(bucket, owned_region.parameter)
+        device, broken = compute_device(param), self.rule.to_mend(key)
+        request = SwapIn(
+            ("settled", key),
+            device,
+            state_dtype(param),
+            wanted=lambda name: bool(broken) or not is_moment(name),
+            noise=moment_noise(index, group, device, grid.shard, 1 + b),
+            rows=torch.tensor(sorted(broken), device=device) if broken else None,
+        )
+        with self.store.swapped_in([storage], group, request) as (state,):
+            self.rule.settle(key, state)
+
+    @property
+    def has_owned_state(self) -> bool:
+        """Whether a parameter that every rank holds whole has its state with owners."""
+        owners = any(self.store.has_owners(b) for plan in (self.plan, self.aux_plan) for b in plan.buckets)
+        return owners and self.is_scattered
+
+    @property
+    def is_scattered(self) -> bool:
+        """Whether state of this rank is its own part of a whole that other ranks have parts of, DTensors apart."""
+        return self.ranks.world_size > 1 and any("step" in state for state in self.store.state.values())
+
+
+class StepObserver(Protocol):
+    """Measures a step while it runs. Buckets are handed over as they are (``BucketStep``)."""
+
+    stopwatch: Stopwatch
+
+    def accumulated(self, bucket_step: Any) -> None: ...
+    def transformed(self, bucket_step: Any, updates: Sequence[Tensor]) -> None: ...
+    def batch_state(self, bucket_step: Any, b: int, state: State) -> None: ...
+    def others(self, numels: Sequence[tuple[str, int]], group: Group) -> None: ...
+    def adamw(
+        self, names: Sequence[str], weights: Sequence[Tensor], states: Sequence[Mapping[str, Tensor]], group: Group
+    ) -> AbstractContextManager[None]: ...
+    def own(
+        self, group: Group, params: Sequence[Tensor], weights: Sequence[Tensor], states: Sequence[Mapping[str, Tensor]]
+    ) -> AbstractContextManager[None]: ...
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step.
+
+    Attributes:
+        context: what the steps share.
+        verdict: what ranks agreed on.
+        groups: the parameter groups with hyperparameters as they are to be applied.
+        observer: measures the step; ``None`` for nobody.
+        undisturbed: nobody reads state or weights before the last bucket is through.
+    """
+
+    context: StepContext
+    verdict: StepVerdict
+    groups: list[Group]
+    observer: StepObserver | None = None
+    undisturbed: bool = False
