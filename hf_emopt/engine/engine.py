@@ -27,7 +27,7 @@ from hf_emopt.distributed.layout import Grid, Partition, local_tensor
 from hf_emopt.distributed.plan import Batch, Bucket, OwnedRegion, Plan, PlannedParameter
 from hf_emopt.distributed.planner import plan_of, world_size
 from hf_emopt.distributed.process_groups import group_of, open_groups
-from hf_emopt.distributed.refresh_slots import Matrix, matrix_of, plan_slots
+from hf_emopt.distributed.refresh_steps import Matrix, matrix_of, plan_refresh_steps
 from hf_emopt.engine.cpu_params import Fetched, InPlace
 from hf_emopt.engine.elementwise import Gradients, Part
 from hf_emopt.formats.moments import is_moment
@@ -419,7 +419,7 @@ class Engine:
         """Assigns slots anew when a period was changed: a slot past the new period would never come."""
         periods = tuple(self.rule.period(group) for group in self.groups if group["kind"] == "matrix")
         if periods != self._slots_for:
-            self._slots, self._slots_for = plan_slots(self.plan, self.groups, self.rule), periods
+            self._slots, self._slots_for = plan_refresh_steps(self.plan, self.groups, self.rule), periods
 
 
 def _reduce(tensor: Tensor, op: Any, group: Any) -> Tensor:

@@ -230,12 +230,12 @@ class Watch:
     def _batch(self, bucket: Bucket, transform: Transform, b: int, batch: Batch, updates: Sequence[Tensor]) -> None:
         """How far the updates of a batch are from orthogonal."""
         engine, jobs, rule = transform.engine, transform.roster.jobs[b], transform.engine.rule
-        whole = batch.shape if batch.cut is None else batch.cut.full_shape
+        whole = batch.shape if batch.slicing is None else batch.slicing.full_shape
         gain = rule.update_gain(*whole, transform.group)
         if gain is not None:
             total = None
-            if batch.cut is not None and batch.cut.compute_group:
-                total = engine.compute_group_reductions(bucket, batch.cut.compute_group)[0]
+            if batch.slicing is not None and batch.slicing.compute_group:
+                total = engine.compute_group_reductions(bucket, batch.slicing.compute_group)[0]
             for k, matrix_view, _ in jobs:
                 parameter = bucket.parameters[transform.owned[k].parameter]
                 scale = transform.scales[k] / (gain * parameter.scale)
@@ -427,13 +427,13 @@ def _orthogonality_error(x: Tensor, scale: float, batch: Batch, total: Any) -> T
     Returns:
         ``None`` where slices along the shorter side have no Gram matrix to add up.
     """
-    m, n = batch.shape if batch.cut is None or not batch.cut.compute_group else batch.cut.full_shape
+    m, n = batch.shape if batch.slicing is None or not batch.slicing.compute_group else batch.slicing.full_shape
     side = min(m, n)
     if side == 0:
         return None
-    if total is not None and batch.cut is not None and side == (m if batch.cut.dim == -2 else n) and m != n:
+    if total is not None and batch.slicing is not None and side == (m if batch.slicing.dim == -2 else n) and m != n:
         return None
-    columns = n < m if total is None or m != n else batch.cut is not None and batch.cut.dim == -2
+    columns = n < m if total is None or m != n else batch.slicing is not None and batch.slicing.dim == -2
     errors = []
     for part in x.split(max(1, _CHUNK_NUMEL // (m * n))):
         wide = part.to(torch.promote_types(part.dtype, torch.float32)) * scale

@@ -148,7 +148,9 @@ class Transform:
 
     def _defers(self, b: int) -> bool:
         """Whether updates of a batch leave the transform without their scale, for the next pass to multiply by."""
-        possible = self.roster.whole[b] and self.batches[b].cut is None and self.engine.rule.defers_scale(self.group)
+        possible = (
+            self.roster.whole[b] and self.batches[b].slicing is None and self.engine.rule.defers_scale(self.group)
+        )
         return possible and self._kernels
 
     def filled(self, targets: Sequence[Tensor]) -> list[Tensor | None]:
@@ -234,7 +236,7 @@ class Transform:
         """The update of a batch, and what it is still to be multiplied by."""
         batch, rule, ok = self.batches[b], self.engine.rule, self.engine.ok_on(x.device)
         clock = self._clock(batch, key)
-        cut, first = batch.cut, not batch.copy
+        cut, first = batch.slicing, not batch.copy
         scale = 1.0
         if self._defers(b):
             out, scale = rule.transform_unscaled(x, matrix_state, self.group, ok, clock)

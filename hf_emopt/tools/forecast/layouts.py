@@ -13,17 +13,16 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from hf_emopt.distributed.arrangement import TensorCut
-from hf_emopt.distributed.assignment import BucketSizes, make_plan
+from hf_emopt.distributed.assignment import BucketSizes, make_plan, planned_sizes
+from hf_emopt.distributed.communication_dtype import communication_dtype
 from hf_emopt.distributed.layout import Region, Storage, chunk_regions
-from hf_emopt.distributed.plan import Plan, PlannedParameter
-from hf_emopt.distributed.planner import planned_sizes
-from hf_emopt.distributed.tensor_parallel_choice import arrange_cuts
+from hf_emopt.distributed.plan import Plan, PlannedParameter, TensorSlices
+from hf_emopt.distributed.tensor_parallel_choice import choose_modes_of_slices
 from hf_emopt.optimizers.base import MatrixOptimizer
 
-__all__ = ["LAYOUTS", "Layout", "Placed", "check_sizes", "layout_on", "place"]
+__all__ = ["LAYOUTS", "Layout", "Placed", "check_sizes", "communication_bytes", "layout_on", "parameter_of", "place"]
 
 LAYOUTS = ("ddp", "fsdp2", "hsdp", "fsdp2+tp")
 
@@ -164,19 +163,24 @@ def place(
     names = {
         (g, i): name for g, group in enumerate(optimizer.param_groups) for i, name in enumerate(group["param_names"])
     }
-    planned, cuts = [], []
+    planned: list[PlannedParameter] = []
+    sliced: list[TensorSlices | None] = []
     for p in optimizer.planned_parameters():
         dim = _cut_dim(names[p.group, p.position], dims, p.storage.shape)
         storage = layout.storage(p.storage.shape, dim)
         # Compute groups are made of ranks of one dimension of the mesh only, and never of some of the job's ranks.
         alone = layout.name == "fsdp2+tp" and dim is None
         planned.append(replace(p, storage=storage, shard_cost=None if alone else p.shard_cost))
-        cuts.append(None if dim is None else _tensor_cut(storage, dim, layout))
-    if any(cut is not None for cut in cuts):
-        modes = optimizer._modes
-        wire = 2 if optimizer.transport_dtype in (None, "bfloat16") else 4
-        planned, _ = arrange_cuts(
-            planned, cuts, [True] * len(cuts), optimizer.rule, optimizer.param_groups, modes, wire
+        sliced.append(None if dim is None else _tensor_slices(storage, dim, layout))
+    if any(slices is not None for slices in sliced):
+        planned, _ = choose_modes_of_slices(
+            planned,
+            sliced,
+            [True] * len(sliced),
+            optimizer.rule,
+            optimizer.param_groups,
+            optimizer.mode_overrides,
+            communication_bytes(optimizer, planned[0]),
         )
     copies, own = _others(optimizer, layout, dims, names)
     forward = optimizer.overlap_param_gather and layout.name == "ddp"
@@ -185,6 +189,17 @@ def place(
     given = None if max_bucket_numel is None else BucketSizes(max_bucket_numel, max_bucket_numel)
     plan = make_plan(planned, given or sizes, forward)
     return Placed(layout, plan, make_plan(copies, given, forward), tuple(own))
+
+
+def parameter_of(optimizer: MatrixOptimizer, planned: PlannedParameter) -> Tensor:
+    """The parameter that was planned."""
+    param: Tensor = optimizer.param_groups[planned.group]["params"][planned.position]
+    return param
+
+
+def communication_bytes(optimizer: MatrixOptimizer, planned: PlannedParameter) -> int:
+    """Bytes of an element of a matrix that travels between GPUs."""
+    return communication_dtype(parameter_of(optimizer, planned).dtype, "cuda", optimizer.transport_dtype).itemsize
 
 
 def _others(
@@ -208,10 +223,10 @@ def _others(
     return copies, own
 
 
-def _tensor_cut(storage: Storage, dim: int, layout: Layout) -> TensorCut:
+def _tensor_slices(storage: Storage, dim: int, layout: Layout) -> TensorSlices:
     slices = chunk_regions(storage.shape, dim, layout.tp_size)
     of_shard = tuple(rank % layout.tp_size for rank in range(layout.world_size))
-    return TensorCut(of_shard, tuple((region,) for region in slices))
+    return TensorSlices(of_shard, tuple((region,) for region in slices))
 
 
 _DIMS = {"colwise": 0, "colwise_gather_output": 0, "colwise_rep": 0, "rowwise": 1}
