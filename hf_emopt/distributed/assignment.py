@@ -1,4 +1,4 @@
-"""Making a plan: owned regions are given to ranks by cost, longest first, and gathered into buckets of bounded size."""
+"""How a plan is made: ranks get owned regions by cost, longest first, and buckets of bounded size collect parameters."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ __all__ = ["BucketSizes", "bucket_sizes", "make_plan", "planned_sizes"]
 
 
 MAX_BUCKET_NUMEL = 2**26
-"""Elements for each rank of a bucket of several shapes (256 MiB in float32): enough to fill a GPU, small beside the
-parameters. One of a single shape may have twice as many, see :class:`BucketSizes`."""
+"""Elements for each rank of a bucket of several shapes (256 MiB in float32): enough to fill a GPU, few compared with the
+parameters. A bucket of a single shape may have twice as many, see :class:`BucketSizes`."""
 
 BUCKET_VARIABLE = "HF_EMOPT_MAX_BUCKET_NUMEL"
 """Environment variable with another number, the same on all ranks (``hf-emopt bench step`` measures which is faster)."""
@@ -134,7 +134,7 @@ def _chunks(
     """Members of each bucket, in their order; both factors of a pair in one.
 
     Args:
-        by_shape: matrices of one shape, which follow each other, are kept together and cut evenly.
+        by_shape: matrices of one shape, which follow each other, are kept together and divided evenly.
     """
     pairs: dict[str, list[PlannedParameter]] = {}
     for parameter in members:

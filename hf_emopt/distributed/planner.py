@@ -167,7 +167,7 @@ def plan_of(
 
 
 def _is_one_matrix(matrix_views: Sequence[MatrixView], shape: tuple[int, ...]) -> bool:
-    """Whether a parameter is one matrix as it is stored (or its transpose), so that it can be cut along a side."""
+    """Whether a parameter is one matrix as it is stored (or its transpose), so that it can be sliced."""
     return (
         len(matrix_views) == 1
         and len(shape) == 2

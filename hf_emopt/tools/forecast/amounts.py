@@ -67,7 +67,7 @@ class Kind:
     """Matrices of one shape that are transformed in one call.
 
     Attributes:
-        shape: ``(m, n)`` of each, of the slice where they are cut.
+        shape: ``(m, n)`` of each matrix, of the slice where matrices are sliced.
         slicing: how they are sliced over a compute group, if they are.
     """
 

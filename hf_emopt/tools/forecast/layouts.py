@@ -1,4 +1,4 @@
-"""Where parameters would lie on ranks that do not exist, and the plans that the optimizer would make there.
+"""Storage of parameters on ranks that do not exist, and the plans that the optimizer would make there.
 
 The plans are the optimizer's own: the same functions, fed with the regions that DDP, FSDP2 and tensor parallelism give
 to each rank.
@@ -66,15 +66,15 @@ class Layout:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether parameters are DTensors, so that state lies as they do."""
+        """Whether parameters are DTensors, whose state is sharded as they are."""
         return self.name != "ddp"
 
     def storage(self, shape: tuple[int, ...], cut_dim: int | None) -> Storage:
-        """Where a parameter's elements lie.
+        """The storage of a parameter.
 
         Args:
-            cut_dim: the dimension that tensor parallelism cuts, or ``None``: then the ranks of one tensor-parallel column
-                share it among themselves, each column for itself.
+            cut_dim: the dimension that tensor parallelism slices, or ``None``: then the ranks with one tensor-parallel
+                coordinate share the parameter among themselves.
         """
         return _storage(self, shape, cut_dim)
 
@@ -82,8 +82,9 @@ class Layout:
 def layout_on(
     name: str, world_size: int, per_node: int, shard_size: int | None = None, tp_size: int | None = None
 ) -> Layout:
-    """A layout with the sizes that suit the nodes where none are given: a matrix is shared within a node, and a replica of
-    HSDP is a node, or half of the ranks where one node has them all.
+    """A layout with sizes that suit the nodes where none are given.
+
+    A node shares a matrix, and a replica of HSDP is a node, or half of the ranks where one node has them all.
 
     Raises:
         ValueError: when the sizes do not fit.
@@ -94,7 +95,7 @@ def layout_on(
 
 
 def check_sizes(names: Sequence[str], shard_size: int | None, tp_size: int | None) -> None:
-    """Refuses a size that none of the layouts has.
+    """Refuses a size that applies to none of the layouts.
 
     Raises:
         ValueError: for such a size.
@@ -125,7 +126,7 @@ def _storage(layout: Layout, shape: tuple[int, ...], cut_dim: int | None) -> Sto
 
 
 def _within(region: Region, index: int, count: int) -> Region:
-    """What FSDP leaves of a slice of tensor parallelism: rows of it, in chunks."""
+    """The rows of a slice of tensor parallelism that one rank of FSDP holds."""
     start, stop = region[0]
     first, last = chunk_regions((stop - start,), 0, count)[index][0]
     return ((start + first, start + last), *region[1:])
@@ -137,8 +138,9 @@ class Placed:
 
     Attributes:
         layout: the ranks.
-        plan: of the matrices; ``aux_plan`` of what ranks hold copies of, which DDP makes of everything else.
-        own: shape and storage of each other parameter that a rank steps by itself, with its group's index and position.
+        plan: of the matrices.
+        aux_plan: of elementwise parameters of which ranks hold copies, as all are under DDP.
+        own: group, position and storage of each elementwise parameter whose ranks step their shards alone.
     """
 
     layout: Layout
@@ -233,7 +235,7 @@ _DIMS = {"colwise": 0, "colwise_gather_output": 0, "colwise_rep": 0, "rowwise": 
 
 
 def _tensor_dims(model: nn.Module | None) -> dict[str, int]:
-    """Patterns of module names to the dimension in which their weights are cut."""
+    """The dimension in which weights are sliced, by pattern of their names."""
     config: Any = getattr(model, "config", None)
     base = str(getattr(model, "base_model_prefix", ""))
     plan = {f"{base}.{k}" if base else k: v for k, v in (getattr(config, "base_model_tp_plan", None) or {}).items()}

@@ -93,13 +93,13 @@ def passes(
 
 
 APPLY_16_BITS = 134.0
-"""Bytes an element of the last phase of 16-bit weights, which runs function by function: 46 to put the float32 weight
-together of its halves, 34 to step it, 50 to part it again, 4 to unpack the update
+"""Bytes for each element of the last phase of 16-bit weights, which runs function by function: 46 to join the float32
+weight from its halves, 34 to step it, 50 to split it again, 4 to unpack the update
 (:mod:`hf_emopt.formats.master_weights`)."""
 
 
 def _rule_bytes(rule: MatrixRule, group: Group, gpu: Gpu) -> tuple[float, int]:
-    """Bytes an owned element of what a rule does besides products, and the width of the room that it reads."""
+    """Bytes for each owned element that a rule moves outside of products, and the width of the numbers that it reads."""
     if isinstance(rule, NorMuonRule):
         return 36.0, 4  # row norms, scale and the norm of the whole, in float32
     if isinstance(rule, MuonRule):
@@ -120,12 +120,12 @@ def transform_work(gpu: Gpu, rule: MatrixRule, group: Group, kind: Kind, count: 
     parts = len(slicing.compute_group)
     cost = sharded_cost(*slicing.full_shape, parts, group["ns_steps"], group["ns_coefficients"], slicing.method)
     short, long = min(slicing.full_shape), max(slicing.full_shape)
-    columns = max(1, -(-long // parts))
+    width = max(1, -(-long // parts))
     if slicing.method == "gram":  # every rank computes the whole Gram matrices, and the rest on its slice
-        seconds = newton_schulz_seconds(gpu, count, short, columns, group, "gram")
+        seconds = newton_schulz_seconds(gpu, count, short, width, group, "gram")
     else:
-        one = product_seconds(gpu, count, short, columns, short)
-        seconds = cost.flops * count * one / (2 * count * short * short * columns)
+        one = product_seconds(gpu, count, short, width, short)
+        seconds = cost.flops * count * one / (2 * count * short * short * width)
     return Work(seconds, count * cost.bytes, cost.messages)
 
 
