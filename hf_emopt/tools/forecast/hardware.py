@@ -155,9 +155,9 @@ SOFTENING = 0.05
 UNFUSED = 3.3
 """The factor on bytes where torch's foreach functions and copies do the passes; from the two files ``*_foreach.json``."""
 FACTOR_BYTES, FACTOR_BYTES_HALF = 200.0, 114.0
-"""Bytes for each owned element that rules with factors move outside of products. Fitted to the steps between refreshes of a synchronous
-schedule, whose products are known: SOAP 197, Shampoo 201. Shampoo in float16 reads blocks where they lie: what its kernels
-took (``step_single_1.1b_h200_226d713_shampoo.json``)."""
+"""Bytes for each owned element that rules with factors move outside of products. Fitted to the steps between refreshes of a
+synchronous schedule, whose products are known: SOAP 197, Shampoo 201. Shampoo in float16 reads blocks in place: the time of
+its kernels (``step_single_1.1b_h200_226d713_shampoo.json``)."""
 
 # Seconds of the refresh of a side of 2048, and of a call, on an H200 with TF32 products: from a synchronous and a staggered
 # schedule of frequency 10 (benchmarks/results/refresh_2048_h200.json). In SOAP's call is what small batches lose. Shampoo's
