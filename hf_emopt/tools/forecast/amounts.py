@@ -62,17 +62,8 @@ def spread(storage: Storage, amounts: Array, world_size: int) -> Array:
     return result
 
 
-@dataclass(frozen=True)
-class Kind:
-    """Matrices of one shape that are transformed in one call.
-
-    Attributes:
-        shape: ``(m, n)`` of each matrix, of the slice where matrices are sliced.
-        slicing: how they are sliced over a compute group, if they are.
-    """
-
-    shape: tuple[int, int]
-    slicing: Slicing | None = None
+Kind = tuple[tuple[int, int], Slicing | None]
+"""Matrices that are transformed in one call: ``(m, n)`` of each matrix or slice, and how matrices are sliced."""
 
 
 @dataclass
@@ -109,7 +100,7 @@ def bucket_amounts(bucket: Bucket, world_size: int, width: int) -> BucketAmounts
         where = divmod(s.owner, grid.shards)
         owned[where] += s.numel
         for u, matrix_view in enumerate(s.matrix_views):
-            batches[s.owner][Kind(matrix_view.shape[1:], s.slicing(u))] += matrix_view.shape[0]
+            batches[s.owner][matrix_view.shape[1:], s.slicing(u)] += matrix_view.shape[0]
         if bucket.sends:
             sent[where] += s.numel
         parts = _overlaps(storage, s.results)

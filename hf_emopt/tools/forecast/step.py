@@ -17,7 +17,6 @@ from hf_emopt.tools.forecast.amounts import (
     Array,
     BucketAmounts,
     Kind,
-    Memory,
     bucket_amounts,
     held,
     memory,
@@ -49,7 +48,7 @@ class Machine:
         """Bytes a second of elementwise passes."""
         return self.gpu.memory_tb_s * 1e12 * EFFICIENCY.memory
 
-    def exchange_seconds(self, received: float, ranks: Sequence[int], latency: bool = True) -> float:
+    def exchange_seconds(self, received: float, ranks: Sequence[int]) -> float:
         """One collective in which a rank receives so many bytes, in equal parts from itself and each other of ``ranks``."""
         world = len(ranks)
         if world == 1 or received == 0:
@@ -60,7 +59,7 @@ class Machine:
         inside = received * (near - 1) / world / (self.gpu.nvlink_gb_s * 1e9 * EFFICIENCY.nvlink)
         outside = received * far / world / (self.network.gb_s * 1e9 * EFFICIENCY.network)
         start = self.network.latency_us + self.network.message_us * far if far else NVLINK_LATENCY_US
-        return max(inside, outside) + (start * 1e-6 if latency else 0.0)
+        return max(inside, outside) + start * 1e-6
 
 
 @dataclass(frozen=True)
@@ -73,11 +72,15 @@ class AdamWForecast:
     state_bytes: float
 
 
-@dataclass(frozen=True)
+_FEW_BUCKETS = 2
+"""With so few buckets, next to nothing is written to the weights during the products of others."""
+
+
 class Forecast:
     """One optimizer on one layout: seconds of a step on the rank that takes longest.
 
     Attributes:
+        placed: the plans.
         products: of transforms.
         passes: of elementwise passes.
         exchange: of collectives, hidden or not.
@@ -94,27 +97,165 @@ class Forecast:
         adamw: fused AdamW on the same layout.
     """
 
-    placed: Placed
-    products: float
-    passes: float
-    exchange: float
-    compute_group_sums: float
-    exposed_exchange: float
-    device: float
-    host: float
-    refresh: float
-    seconds: float
-    largest_seconds: float
-    received_bytes: float
-    sent_bytes: float
-    flops_balance: float
-    time_balance: float
-    bytes_balance: float
-    matrices: int
-    buckets: int
-    compute_groups: int
-    memory: Memory
-    adamw: AdamWForecast
+    def __init__(self, optimizer: MatrixOptimizer, machine: Machine, placed: Placed, frozen_bytes: int) -> None:
+        self.placed, self._optimizer, self._machine = placed, optimizer, machine
+        self._world, self._is_muon = placed.layout.world_size, isinstance(optimizer.rule, MuonRule)
+        self._owned = [
+            bucket_amounts(bucket, self._world, communication_bytes(optimizer, bucket.parameters[0]))
+            for bucket in placed.plan.buckets
+        ]
+        self._copied = [
+            bucket_amounts(bucket, self._world, parameter_of(optimizer, bucket.parameters[0]).dtype.itemsize)
+            for bucket in placed.aux_plan.buckets
+        ]
+        self._all = self._owned + self._copied
+        buckets = placed.plan.buckets
+        self.matrices = sum(u.shape[0] for b in buckets for p in b.parameters for u in p.matrix_views)
+        self.buckets = len(buckets)
+        self.compute_groups = sum(len({s.parameter for s in b.owned_regions if s.slicings}) for b in buckets)
+        self.memory = memory(optimizer, placed, frozen_bytes)
+        self.adamw = self._adamw()
+        self._count_bytes()
+        self._time()
+
+    def _count_bytes(self) -> None:
+        # Each rank receives shards of matrices that it owns, shards of updates, and updates of other replicas. It sends its
+        # shards, updates that it owns, and in a ring of replicas as much as it receives.
+        received, sent = np.zeros(self._world), np.zeros(self._world)
+        for b in self._all:
+            received += b.width * (b.sent + b.returned + b.shared)
+            sent += b.width * ((b.local if b.bucket.sends else 0.0) + (b.owned if b.bucket.returns else 0.0) + b.shared)
+        self.received_bytes, self.sent_bytes = float(received.max()), float(sent.max())
+        self.bytes_balance = _balance(received)
+
+    def _time(self) -> None:
+        products, sums, batches = self._transforms()
+        if self._is_muon:
+            products = products + EFFICIENCY.sustained * np.maximum(0.0, products - EFFICIENCY.boost_seconds)
+        elementwise = self._elementwise()
+        compute = products + sums + elementwise
+        slowest = int(np.argmax(compute))
+        self.products, self.passes = float(products[slowest]), float(elementwise[slowest])
+        self.compute_group_sums = float(sums[slowest])
+        self.flops_balance, self.time_balance = self.placed.plan.imbalance, _balance(products + sums)
+        # All ranks wait for the slowest rank of each step.
+        busy_by_step = (compute + self._refreshes()).max(axis=1)
+        busy = float(busy_by_step.mean())
+        self.refresh = busy - float(compute.max())
+        exchange = self._exchanges()
+        self.exchange, count = float(sum(exchange)), max(1, len(exchange))
+        hidden = 1 - 1 / count
+        self.exposed_exchange = self.exchange / count + max(0.0, self.exchange * hidden - busy * hidden)
+        self.device = busy - self._landing() + self.exposed_exchange
+        each = HOST.parameter_ms + (HOST.slice_ms if self.placed.layout.name == "fsdp2+tp" else 0.0)
+        before = 1e-3 * each * sum(len(b.parameters) for b in self.placed.plan.buckets)
+        self.host = before + self._host(batches)
+        self.seconds = max(before + HOST.bucket_ms * 1e-3 + self.device, self.host)
+        self.largest_seconds = self.seconds + float(busy_by_step.max()) - busy
+
+    def _transforms(self) -> tuple[Array, Array, int]:
+        """Seconds of transforms and of their sums by rank, and batches of the rank with most."""
+        products, sums, batches = np.zeros(self._world), np.zeros(self._world), np.zeros(self._world)
+        known: dict[tuple[int, Kind, int], Work] = {}  # most batches are like others
+        for b in self._owned:
+            group = self._optimizer.param_groups[b.bucket.group]
+            storage = b.bucket.storage
+            seconds, summed, calls = (np.zeros((storage.replicas, storage.shards)) for _ in range(3))
+            for position, kinds in b.batches.items():
+                where = divmod(position, storage.shards)
+                for kind, count in kinds.items():
+                    key = (b.bucket.group, kind, count)
+                    if key not in known:
+                        known[key] = transform_work(self._machine.gpu, self._optimizer.rule, group, kind, count)
+                    work = known[key]
+                    seconds[where] += work.seconds
+                    calls[where] += 1
+                    if work.sums and (slicing := kind[1]) is not None and len(slicing.compute_group) > 1:
+                        ranks = [storage.rank(index) for index in slicing.compute_group]
+                        each = self._machine.exchange_seconds(2 * work.sums_bytes / work.sums, ranks)
+                        summed[where] += each * work.sums
+            products = products + spread(storage, seconds, self._world)
+            sums = sums + spread(storage, summed, self._world)
+            batches = batches + spread(storage, calls, self._world)
+        return products, sums, int(batches.max())
+
+    def _refreshes(self) -> Array:
+        """Seconds of refreshes ``(period, ranks)``; one step without any for rules that have none."""
+        schedule = refreshes(self._optimizer, self.placed)
+        if schedule is None:
+            return np.zeros((1, self._world))
+        group = next(g for g in self._optimizer.param_groups if g["kind"] == "matrix")
+        return refresh_seconds(self._machine.gpu, self._optimizer.rule, group, schedule.sides, schedule.calls)
+
+    def _passes(self, b: BucketAmounts) -> Passes:
+        return passes(
+            self._optimizer.rule,
+            self._optimizer.param_groups[b.bucket.group],
+            self._machine.gpu,
+            sharded=self.placed.layout.is_sharded,
+            world_size=self._world,
+            weight=self._optimizer.param_groups[b.bucket.group]["params"][0].dtype.itemsize,
+            width=b.width,
+        )
+
+    def _elementwise(self) -> Array:
+        """Seconds of elementwise passes."""
+        optimizer, moved = self._optimizer, np.zeros(self._world)
+        for b in self._owned:
+            each = self._passes(b)
+            moved = moved + each.local * b.local + each.owned * b.owned
+            moved = moved + each.checked * b.local * optimizer.skip_nonfinite
+        for b in self._copied:  # their weights travel
+            moved = moved + (3 * b.width + 16) * b.owned
+            moved = moved + 2 * b.width * b.local + b.width * b.local * optimizer.skip_nonfinite
+        for g, i, storage in self.placed.own:
+            weight = optimizer.param_groups[g]["params"][i].dtype.itemsize
+            local = spread(storage, held(storage), self._world)
+            moved = moved + (3 * weight + 16 + weight * optimizer.skip_nonfinite) * local
+        alone = self._world == 1 and self._is_muon and has_kernels(self._machine.gpu)
+        return moved / (self._machine.bandwidth * (EFFICIENCY.memory_alone / EFFICIENCY.memory if alone else 1.0))
+
+    def _landing(self) -> float:
+        """Seconds in which updates of other ranks are written to the weights during products: of all buckets but one.
+
+        They are not counted for rules with factors, whose passes were measured as they are.
+        """
+        if len(self._owned) <= _FEW_BUCKETS or not self._is_muon:
+            return 0.0
+        each = [self._passes(b).landing * float(b.local.max()) for b in self._owned]
+        return sum(each) / self._machine.bandwidth * (1 - 1 / len(self._owned))
+
+    def _exchanges(self) -> list[float]:
+        """Seconds of each bucket's collectives; a rank keeps its own part of an all-to-all."""
+        found = []
+        for b in self._all:
+            storage = b.bucket.storage
+            shards, replicas = storage.ranks[0], [ranks[0] for ranks in storage.ranks]
+            seconds = self._machine.exchange_seconds(b.width * float(b.sent.max()), shards)
+            seconds += self._machine.exchange_seconds(b.width * float(b.returned.max()), shards)
+            # In an all-gather a rank receives from others alone.
+            gathered = b.width * float(b.shared.max()) * len(replicas) / max(1, len(replicas) - 1)
+            seconds += self._machine.exchange_seconds(gathered, replicas)
+            if seconds:
+                found.append(seconds)
+        return found
+
+    def _host(self, batches: int) -> float:
+        """Seconds of Python and launches from the first bucket on."""
+        bucket_ms = HOST.bucket_ms * (1.0 if has_kernels(self._machine.gpu) else UNFUSED)
+        own = len(self.placed.own) * self._adamw_ms
+        return 1e-3 * (bucket_ms * len(self._all) + HOST.batch_ms * batches + own)
+
+    @property
+    def _adamw_ms(self) -> float:
+        return HOST.adamw_sharded_ms if self.placed.layout.is_sharded else HOST.adamw_ms
+
+    def _adamw(self) -> AdamWForecast:
+        """``torch.optim.AdamW(fused=True)``, whose state has the weights' dtype."""
+        # Weight, gradient and two moments are read; weight and moments are written.
+        device = 7 * float(self.memory.gradients.max()) / self._machine.bandwidth
+        host = 1e-3 * sum(len(group["params"]) for group in self._optimizer.param_groups) * self._adamw_ms
+        return AdamWForecast(device, host, device + host, float(self.memory.adamw_state.max()))
 
 
 def forecast(
@@ -144,182 +285,7 @@ def forecast(
         )
     placed = place(optimizer, layout, model, max_bucket_numel)
     machine = replace(machine, gpu=replace(machine.gpu, clusters=layout.world_size == 1))
-    return _Step(optimizer, machine, placed).forecast(memory(optimizer, placed, frozen_bytes))
-
-
-_FEW_BUCKETS = 2
-"""With so few buckets, next to nothing is written to the weights during the products of others."""
-
-
-class _Step:
-    """One step of an optimizer on a layout; arrays have one number a rank."""
-
-    def __init__(self, optimizer: MatrixOptimizer, machine: Machine, placed: Placed) -> None:
-        self.optimizer, self.machine, self.placed = optimizer, machine, placed
-        self.world = placed.layout.world_size
-        self.is_muon = isinstance(optimizer.rule, MuonRule)
-        self.matrices = [
-            bucket_amounts(bucket, self.world, communication_bytes(optimizer, bucket.parameters[0]))
-            for bucket in placed.plan.buckets
-        ]
-        self.copies = [
-            bucket_amounts(bucket, self.world, parameter_of(optimizer, bucket.parameters[0]).dtype.itemsize)
-            for bucket in placed.aux_plan.buckets
-        ]
-        self.buckets = self.matrices + self.copies
-
-    def forecast(self, numbers: Memory) -> Forecast:
-        """The forecast, with these bytes of memory."""
-        plan, layout = self.placed.plan, self.placed.layout
-        products, sums, batches = self._transforms()
-        if self.is_muon:
-            products = products + EFFICIENCY.sustained * np.maximum(0.0, products - EFFICIENCY.boost_seconds)
-        elementwise = self._elementwise()
-        exchange = self._exchanges()
-        # Each rank receives shards of matrices that it owns, shards of updates, and updates of other replicas. It sends its
-        # shards, updates that it owns, and in a ring of replicas as much as it receives.
-        received = sum([b.width * (b.sent + b.returned + b.shared) for b in self.buckets], np.zeros(self.world))
-        sent = [(b.local if b.bucket.sends else 0.0) + (b.owned if b.bucket.returns else 0.0) for b in self.buckets]
-        away = sum([b.width * (own + b.shared) for b, own in zip(self.buckets, sent)], np.zeros(self.world))
-        compute = products + sums + elementwise
-        slowest = int(np.argmax(compute))
-        # All ranks wait for the slowest rank of each step.
-        busy_by_step = (compute + self._refreshes()).max(axis=1)
-        busy, communication = float(busy_by_step.mean()), sum(exchange)
-        count = max(1, len(exchange))
-        exposed = communication / count + max(0.0, communication * (1 - 1 / count) - busy * (1 - 1 / count))
-        device = busy - self._landing() + exposed
-        each = HOST.parameter_ms + (HOST.slice_ms if layout.name == "fsdp2+tp" else 0.0)
-        before = 1e-3 * each * sum(len(b.parameters) for b in plan.buckets)
-        host = before + self._host(batches)
-        seconds = max(before + HOST.bucket_ms * 1e-3 + device, host)
-        return Forecast(
-            placed=self.placed,
-            products=float(products[slowest]),
-            passes=float(elementwise[slowest]),
-            exchange=communication,
-            compute_group_sums=float(sums[slowest]),
-            exposed_exchange=exposed,
-            device=device,
-            host=host,
-            refresh=float(busy_by_step.mean() - compute.max()),
-            seconds=seconds,
-            largest_seconds=seconds + float(busy_by_step.max()) - busy,
-            received_bytes=float(received.max()),
-            sent_bytes=float(away.max()),
-            flops_balance=plan.imbalance,
-            time_balance=_balance(products + sums),
-            bytes_balance=_balance(received),
-            matrices=sum(u.shape[0] for b in plan.buckets for p in b.parameters for u in p.matrix_views),
-            buckets=len(plan.buckets),
-            compute_groups=sum(len({s.parameter for s in b.owned_regions if s.slicings}) for b in plan.buckets),
-            memory=numbers,
-            adamw=self._adamw(numbers),
-        )
-
-    def _transforms(self) -> tuple[Array, Array, int]:
-        """Seconds of transforms and of their sums by rank, and batches of the rank with most."""
-        products, sums, batches = np.zeros(self.world), np.zeros(self.world), np.zeros(self.world)
-        known: dict[tuple[int, Kind, int], Work] = {}  # most batches are like others
-        for b in self.matrices:
-            group = self.optimizer.param_groups[b.bucket.group]
-            storage = b.bucket.storage
-            seconds, summed, calls = (np.zeros((storage.replicas, storage.shards)) for _ in range(3))
-            for position, kinds in b.batches.items():
-                where = divmod(position, storage.shards)
-                for kind, count in kinds.items():
-                    key = (b.bucket.group, kind, count)
-                    if key not in known:
-                        known[key] = transform_work(self.machine.gpu, self.optimizer.rule, group, kind, count)
-                    work = known[key]
-                    seconds[where] += work.seconds
-                    calls[where] += 1
-                    if work.sums and kind.slicing is not None and len(kind.slicing.compute_group) > 1:
-                        ranks = [storage.rank(p) for p in kind.slicing.compute_group]
-                        each = self.machine.exchange_seconds(2 * work.sums_bytes / work.sums, ranks)
-                        summed[where] += each * work.sums
-            products = products + spread(storage, seconds, self.world)
-            sums = sums + spread(storage, summed, self.world)
-            batches = batches + spread(storage, calls, self.world)
-        return products, sums, int(batches.max())
-
-    def _refreshes(self) -> Array:
-        """Seconds of refreshes ``(period, ranks)``; one step without any for rules that have none."""
-        schedule = refreshes(self.optimizer, self.placed)
-        if schedule is None:
-            return np.zeros((1, self.world))
-        group = next(g for g in self.optimizer.param_groups if g["kind"] == "matrix")
-        return refresh_seconds(self.machine.gpu, self.optimizer.rule, group, schedule.sides, schedule.calls)
-
-    def _passes(self, b: BucketAmounts) -> Passes:
-        return passes(
-            self.optimizer.rule,
-            self.optimizer.param_groups[b.bucket.group],
-            self.machine.gpu,
-            sharded=self.placed.layout.is_sharded,
-            world_size=self.world,
-            weight=self.optimizer.param_groups[b.bucket.group]["params"][0].dtype.itemsize,
-            width=b.width,
-        )
-
-    def _elementwise(self) -> Array:
-        """Seconds of elementwise passes."""
-        optimizer, moved = self.optimizer, np.zeros(self.world)
-        for b in self.matrices:
-            each = self._passes(b)
-            moved = moved + each.local * b.local + each.owned * b.owned
-            moved = moved + each.checked * b.local * optimizer.skip_nonfinite
-        for b in self.copies:  # their weights travel
-            moved = moved + (3 * b.width + 16) * b.owned
-            moved = moved + 2 * b.width * b.local + b.width * b.local * optimizer.skip_nonfinite
-        for g, i, storage in self.placed.own:
-            weight = optimizer.param_groups[g]["params"][i].dtype.itemsize
-            local = spread(storage, held(storage), self.world)
-            moved = moved + (3 * weight + 16 + weight * optimizer.skip_nonfinite) * local
-        alone = self.world == 1 and self.is_muon and has_kernels(self.machine.gpu)
-        return moved / (self.machine.bandwidth * (EFFICIENCY.memory_alone / EFFICIENCY.memory if alone else 1.0))
-
-    def _landing(self) -> float:
-        """Seconds in which updates of other ranks are written to the weights during products: of all buckets but one.
-
-        They are not counted for rules with factors, whose passes were measured as they are.
-        """
-        if len(self.matrices) <= _FEW_BUCKETS or not self.is_muon:
-            return 0.0
-        each = [self._passes(b).landing * float(b.local.max()) for b in self.matrices]
-        return sum(each) / self.machine.bandwidth * (1 - 1 / len(self.matrices))
-
-    def _exchanges(self) -> list[float]:
-        """Seconds of each bucket's collectives; a rank keeps its own part of an all-to-all."""
-        found = []
-        for b in self.buckets:
-            storage = b.bucket.storage
-            shards, replicas = storage.ranks[0], [ranks[0] for ranks in storage.ranks]
-            seconds = self.machine.exchange_seconds(b.width * float(b.sent.max()), shards)
-            seconds += self.machine.exchange_seconds(b.width * float(b.returned.max()), shards)
-            # In an all-gather a rank receives from others alone.
-            gathered = b.width * float(b.shared.max()) * len(replicas) / max(1, len(replicas) - 1)
-            seconds += self.machine.exchange_seconds(gathered, replicas)
-            if seconds:
-                found.append(seconds)
-        return found
-
-    def _host(self, batches: int) -> float:
-        """Seconds of Python and launches from the first bucket on."""
-        bucket_ms = HOST.bucket_ms * (1.0 if has_kernels(self.machine.gpu) else UNFUSED)
-        own = len(self.placed.own) * self._adamw_ms
-        return 1e-3 * (bucket_ms * len(self.buckets) + HOST.batch_ms * batches + own)
-
-    @property
-    def _adamw_ms(self) -> float:
-        return HOST.adamw_sharded_ms if self.placed.layout.is_sharded else HOST.adamw_ms
-
-    def _adamw(self, numbers: Memory) -> AdamWForecast:
-        """``torch.optim.AdamW(fused=True)``, whose state has the weights' dtype."""
-        # Weight, gradient and two moments are read; weight and moments are written.
-        device = 7 * float(numbers.gradients.max()) / self.machine.bandwidth
-        host = 1e-3 * sum(len(group["params"]) for group in self.optimizer.param_groups) * self._adamw_ms
-        return AdamWForecast(device, host, device + host, float(numbers.adamw_state.max()))
+    return Forecast(optimizer, machine, placed, frozen_bytes)
 
 
 def _balance(values: Array) -> float:

@@ -109,12 +109,11 @@ def _rule_bytes(rule: MatrixRule, group: Group, gpu: Gpu) -> tuple[float, int]:
 
 def transform_work(gpu: Gpu, rule: MatrixRule, group: Group, kind: Kind, count: int) -> Work:
     """One batch of ``count`` matrices of a kind."""
-    m, n = kind.shape
+    (m, n), slicing = kind
     if isinstance(rule, KroneckerRule):
         return Work(count * _kronecker_seconds(gpu, rule, group, m, n))
     if not isinstance(rule, MuonRule):
         raise ValueError(f"there is no model of the time of {rule.name}")
-    slicing = kind.slicing
     if slicing is None or not slicing.compute_group:
         return Work(newton_schulz_seconds(gpu, count, m, n, group))
     parts = len(slicing.compute_group)
