@@ -219,7 +219,9 @@ def custom_network(base: str, gb_s: float | None = None, latency_us: float | Non
             f"--network {base} is not one of {', '.join(NETWORKS)}; take the nearest and give --network-gbytes"
         )
     chosen = _given(gb_s=("--network-gbytes", gb_s), latency_us=("--network-latency", latency_us))
-    return replace(NETWORKS[base], **chosen, **({} if gb_s is None else {"source": "given"}))
+    if gb_s is not None:
+        chosen["source"] = "given"
+    return replace(NETWORKS[base], **chosen)
 
 
 def _given(**figures: tuple[str, float | None]) -> dict[str, Any]:

@@ -152,23 +152,20 @@ class Placed:
 def place(
     optimizer: MatrixOptimizer, layout: Layout, model: nn.Module | None = None, max_bucket_numel: int | None = None
 ) -> Placed:
-    """The plans for an optimizer whose parameters may lie on the meta device.
+    """The plans for an optimizer, whose parameters may be on the meta device.
 
     Args:
-        model: whose plan of tensor parallelism is read, for that layout.
-        max_bucket_numel: of each rank in a bucket, instead of what the optimizer has.
+        model: has the plan of tensor parallelism for that layout.
+        max_bucket_numel: elements for each rank in a bucket, instead of the optimizer's.
 
     Raises:
         ValueError: when the model has no plan of tensor parallelism, or one that is not known here.
     """
     dims = _tensor_dims(model) if layout.name == "fsdp2+tp" else {}
-    names = {
-        (g, i): name for g, group in enumerate(optimizer.param_groups) for i, name in enumerate(group["param_names"])
-    }
     planned: list[PlannedParameter] = []
     sliced: list[TensorSlices | None] = []
     for p in optimizer.planned_parameters():
-        dim = _cut_dim(names[p.group, p.position], dims, p.storage.shape)
+        dim = _cut_dim(p.name, dims, p.storage.shape)
         storage = layout.storage(p.storage.shape, dim)
         # Compute groups are made of ranks of one dimension of the mesh only, and never of some of the job's ranks.
         alone = layout.name == "fsdp2+tp" and dim is None
@@ -184,7 +181,7 @@ def place(
             optimizer.mode_overrides,
             communication_bytes(optimizer, planned[0]),
         )
-    copies, own = _others(optimizer, layout, dims, names)
+    copies, own = _others(optimizer, layout, dims)
     forward = optimizer.overlap_param_gather and layout.name == "ddp"
     offloads = optimizer.offload_state is not None
     sizes = planned_sizes(optimizer.rule.scheduled, optimizer.param_groups, offloads, layout.world_size)
@@ -205,23 +202,23 @@ def communication_bytes(optimizer: MatrixOptimizer, planned: PlannedParameter) -
 
 
 def _others(
-    optimizer: MatrixOptimizer, layout: Layout, dims: dict[str, int], names: dict[tuple[int, int], str]
+    optimizer: MatrixOptimizer, layout: Layout, dims: dict[str, int]
 ) -> tuple[list[PlannedParameter], list[tuple[int, int, Storage]]]:
     copies: list[PlannedParameter] = []
     own = []
     for g, group in enumerate(optimizer.param_groups):
         if group["kind"] != "aux":
             continue
-        for i, param in enumerate(group["params"]):
+        for i, (name, param) in enumerate(zip(group["param_names"], group["params"])):
             shape = tuple(param.shape)
             if not param.numel():
                 continue
             if layout.name == "ddp" and layout.world_size > 1:
                 storage = Storage.whole(shape, layout.world_size)
                 tag = f"{param.dtype} {param.device}"
-                copies.append(PlannedParameter(names[g, i], g, i, (), (param.numel(),), tag, storage))
+                copies.append(PlannedParameter(name, g, i, (), (param.numel(),), tag, storage))
             else:
-                own.append((g, i, layout.storage(shape, _cut_dim(names[g, i], dims, shape))))
+                own.append((g, i, layout.storage(shape, _cut_dim(name, dims, shape))))
     return copies, own
 
 
