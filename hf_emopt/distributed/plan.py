@@ -50,10 +50,12 @@ class TensorSlices:
     Attributes:
         of_shard: for each shard of the storage, the slice that contains it; under FSDP a slice has several shards.
         regions: the regions of each slice, in coordinates of the whole parameter.
+        whole_job: whether all ranks of the job share the parameter, so that compute groups can be made.
     """
 
     of_shard: tuple[int, ...]
     regions: tuple[tuple[Region, ...], ...]
+    whole_job: bool = True
 
     @property
     def size(self) -> int:

@@ -18,6 +18,7 @@ from hf_emopt.distributed.layout import (
     whole_numel,
 )
 from hf_emopt.distributed.plan import Plan, PlannedParameter
+from hf_emopt.distributed.tensor_parallel import tensor_slices
 from hf_emopt.distributed.tensor_parallel_choice import Choice, ModeOverrides, choose_modes, matrix_costs
 from hf_emopt.routing.matrix_view import MatrixView
 from hf_emopt.routing.packing import adapter_at, unpack_matrix_views
@@ -105,7 +106,7 @@ def planned_matrices(
     if not grids or all(p.storage.shards == 1 for p in planned):
         return planned, []
     dtype = communication_dtype(params[0].dtype, params[0].device.type, transport_dtype)
-    return choose_modes(planned, params, grids, rule, groups, modes, dtype.itemsize)
+    return choose_modes(planned, tensor_slices(planned, params, grids), rule, groups, modes, dtype.itemsize)
 
 
 def _check_pairs(planned: Sequence[PlannedParameter]) -> None:

@@ -16,14 +16,23 @@ The first three give the update of the whole matrix, so any of them may be chose
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from hf_emopt.distributed.layout import Grid, Region, Storage, _is_strided, _regions, coordinates, full_region
+from hf_emopt.distributed.layout import (
+    Grid,
+    Region,
+    Storage,
+    _is_strided,
+    _regions,
+    coordinates,
+    full_region,
+    takes_all_ranks,
+)
 from hf_emopt.distributed.plan import OwnedRegion, PlannedParameter, Slicing, TensorSlices, long_side, overlap
 from hf_emopt.routing.matrix_view import MatrixView
 
@@ -32,7 +41,6 @@ __all__ = [
     "blockwise_matrix_views",
     "owned_regions_of",
     "sliced_dims",
-    "tensor_dims",
     "tensor_slices",
 ]
 
@@ -45,7 +53,7 @@ class UnavailableModeError(ValueError):
     """A parameter's layout excludes a mode; the message is the reason."""
 
 
-def tensor_dims(params: Iterable[Tensor]) -> dict[Any, tuple[int, ...]]:
+def _tensor_dims(params: Iterable[Tensor]) -> dict[Any, tuple[int, ...]]:
     """The tensor-parallel dimensions of each mesh.
 
     A dimension is recognized by its name. In a mesh without names, it is one over which some parameter is sharded along
@@ -65,7 +73,21 @@ def tensor_dims(params: Iterable[Tensor]) -> dict[Any, tuple[int, ...]]:
     return {mesh: tuple(sorted(d for d in found if mesh.size(d) > 1)) for mesh, found in dims.items()}
 
 
-def tensor_slices(param: Tensor, grid: Grid, storage: Storage, dims: dict[Any, tuple[int, ...]]) -> TensorSlices | None:
+def tensor_slices(
+    planned: Sequence[PlannedParameter], params: Sequence[Tensor], grids: Mapping[str, Grid]
+) -> list[TensorSlices | UnavailableModeError | None]:
+    """The slices of each parameter, ``None`` where it has none, or why its shards are no slices."""
+    dims = _tensor_dims(params)
+    found: list[TensorSlices | UnavailableModeError | None] = []
+    for p, param in zip(planned, params):
+        try:
+            found.append(_slices(param, grids[p.name], p.storage, dims))
+        except UnavailableModeError as error:
+            found.append(error)
+    return found
+
+
+def _slices(param: Tensor, grid: Grid, storage: Storage, dims: dict[Any, tuple[int, ...]]) -> TensorSlices | None:
     """The slices of a parameter, or ``None`` where tensor parallelism does not slice it.
 
     Raises:
@@ -93,7 +115,7 @@ def tensor_slices(param: Tensor, grid: Grid, storage: Storage, dims: dict[Any, t
         inside = sum(overlap(x, y) for x in held for y in own)
         if inside != _numel(own) or inside != _numel(held):
             raise UnavailableModeError(f"placements {placements} interleave slices of tensor parallelism")
-    return TensorSlices(tuple(of_shard), tuple(regions))
+    return TensorSlices(tuple(of_shard), tuple(regions), takes_all_ranks(grid))
 
 
 def _numel(regions: Iterable[Region]) -> int:

@@ -8,24 +8,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor
-
 from hf_emopt.distributed.assignment import MAX_BUCKET_NUMEL, bucket_sizes
-from hf_emopt.distributed.layout import Grid, takes_all_ranks
 from hf_emopt.distributed.plan import MODES, PlannedParameter, TensorParallelMode, TensorSlices
 from hf_emopt.distributed.tensor_parallel import (
     UnavailableModeError,
     blockwise_matrix_views,
     sliced_dims,
-    tensor_dims,
-    tensor_slices,
 )
 from hf_emopt.linalg.cost import Cost, Method
 from hf_emopt.routing.matrix_view import MatrixView
 from hf_emopt.routing.overrides import Patterns
 from hf_emopt.rules.base import Group, MatrixRule
 
-__all__ = ["Choice", "ModeOverrides", "choose_modes", "choose_modes_of_slices", "describe", "matrix_costs"]
+__all__ = ["Choice", "ModeOverrides", "choose_modes", "describe", "matrix_costs"]
 
 
 class ModeOverrides:
@@ -89,8 +84,7 @@ class Choice:
 
 def choose_modes(
     planned: Sequence[PlannedParameter],
-    params: Sequence[Tensor],
-    grids: Mapping[str, Grid],
+    sliced: Sequence[TensorSlices | UnavailableModeError | None],
     rule: MatrixRule,
     groups: Sequence[Group],
     overrides: ModeOverrides,
@@ -99,38 +93,11 @@ def choose_modes(
     """The parameters with their tensor-parallel modes, and what was chosen for each that tensor parallelism slices.
 
     Args:
-        planned, params: in one order.
-        grids: by name.
+        sliced: see :func:`~hf_emopt.distributed.tensor_parallel.tensor_slices`.
         bytes_each: bytes of an element that travels.
 
     Raises:
         ValueError: ``"blockwise"`` for a parameter whose slices are not matrices: it would silently be another update.
-    """
-    dims = tensor_dims(params)
-    sliced: list[TensorSlices | UnavailableModeError | None] = []
-    for p, param in zip(planned, params):
-        try:
-            sliced.append(tensor_slices(param, grids[p.name], p.storage, dims))
-        except UnavailableModeError as error:
-            sliced.append(error)
-    together = [slices is None or takes_all_ranks(grids[p.name]) for p, slices in zip(planned, sliced)]
-    return choose_modes_of_slices(planned, sliced, together, rule, groups, overrides, bytes_each)
-
-
-def choose_modes_of_slices(
-    planned: Sequence[PlannedParameter],
-    sliced: Sequence[TensorSlices | UnavailableModeError | None],
-    together: Sequence[bool],
-    rule: MatrixRule,
-    groups: Sequence[Group],
-    overrides: ModeOverrides,
-    bytes_each: int,
-) -> tuple[list[PlannedParameter], list[Choice]]:
-    """As :func:`choose_modes`, for known slices, also of ranks that do not exist.
-
-    Args:
-        sliced: the slices of each parameter, ``None`` where it has none, or why its shards are no slices.
-        together: whether all ranks of the job share the parameter.
     """
     result, choices = list(planned), []
     total: dict[Any, int] = defaultdict(int)
@@ -143,7 +110,7 @@ def choose_modes_of_slices(
             [largest[ranks], *(cost // max(1, u.shape[0]) for u, cost in zip(p.matrix_views, p.costs))]
         )
         alike[ranks, p.storage.shape, p.group] += 1
-    for index, (p, slices, all_ranks) in enumerate(zip(planned, sliced, together)):
+    for index, (p, slices) in enumerate(zip(planned, sliced)):
         group = groups[p.group]
         asked = overrides.mode(p.name, group["tensor_parallel"])
         if p.pair and asked in ("auto", "layerwise"):
@@ -158,7 +125,7 @@ def choose_modes_of_slices(
             continue
         ranks = p.storage.ranks
         slowdown = max(1.0, largest[ranks] * p.storage.world_size / total[ranks])
-        candidate = _Candidate(p, slices, all_ranks, rule, group, bytes_each)
+        candidate = _Candidate(p, slices, rule, group, bytes_each)
         options = candidate.options(slowdown, alike[ranks, p.storage.shape, p.group])
         choice, result[index] = candidate.chosen(asked, options)
         choices.append(choice)
@@ -183,7 +150,6 @@ class _Candidate:
 
     parameter: PlannedParameter
     slices: TensorSlices
-    together: bool
     rule: MatrixRule
     group: Group
     bytes_each: int
@@ -221,7 +187,7 @@ class _Candidate:
         p, k = self.parameter, self.slices.size
         if not self.rule.can_shard(self.group):
             raise UnavailableModeError(f"{self.rule.name} needs whole matrices with these hyperparameters")
-        if not self.together:
+        if not self.slices.whole_job:
             raise UnavailableModeError("the mesh has not all ranks of the job, which a group of some of them needs")
         recut, dims = sliced_dims(p.matrix_views, p.storage.shape, self.slices)
         costs: list[int] = []

@@ -19,7 +19,7 @@ from hf_emopt.distributed.assignment import BucketSizes, make_plan, planned_size
 from hf_emopt.distributed.communication_dtype import communication_dtype
 from hf_emopt.distributed.layout import Region, Storage, chunk_regions
 from hf_emopt.distributed.plan import Plan, PlannedParameter, TensorSlices
-from hf_emopt.distributed.tensor_parallel_choice import choose_modes_of_slices
+from hf_emopt.distributed.tensor_parallel_choice import choose_modes
 from hf_emopt.optimizers.base import MatrixOptimizer
 
 __all__ = ["LAYOUTS", "Layout", "Placed", "check_sizes", "communication_bytes", "layout_on", "parameter_of", "place"]
@@ -172,10 +172,9 @@ def place(
         planned.append(replace(p, storage=storage, shard_cost=None if alone else p.shard_cost))
         sliced.append(None if dim is None else _tensor_slices(storage, dim, layout))
     if any(slices is not None for slices in sliced):
-        planned, _ = choose_modes_of_slices(
+        planned, _ = choose_modes(
             planned,
             sliced,
-            [True] * len(sliced),
             optimizer.rule,
             optimizer.param_groups,
             optimizer.mode_overrides,
