@@ -367,19 +367,18 @@ class Bucket:
         slicings = (slicing for s in self.owned_regions for slicing in s.slicings if slicing is not None)
         return sorted({slicing.compute_group for slicing in slicings if slicing.compute_group})
 
-    def owned(self, position: int) -> tuple[OwnedRegion, ...]:
+    def owned(self, rank_index: int) -> tuple[OwnedRegion, ...]:
         """The owned regions of one rank index."""
-        return tuple(s for s in self.owned_regions if s.owner == position)
+        return tuple(s for s in self.owned_regions if s.owner == rank_index)
 
-    def batches(self, position: int) -> tuple[Batch, ...]:
+    def batches(self, rank_index: int) -> tuple[Batch, ...]:
         """The batches of one rank index: matrices of one shape and one compute group are one call."""
         alike: dict[Batch, list[tuple[int, int]]] = {}
-        owned = self.owned(position)
+        owned = self.owned(rank_index)
         for index, owned_region in enumerate(owned):
-            for matrix_view_index, matrix_view in enumerate(owned_region.matrix_views):
-                slicing = owned_region.slicing(matrix_view_index)
-                kind = Batch(matrix_view.shape[1:], (), (), slicing, owned_region.copy)
-                alike.setdefault(kind, []).append((index, matrix_view_index))
+            for u, matrix_view in enumerate(owned_region.matrix_views):
+                kind = Batch(matrix_view.shape[1:], (), (), owned_region.slicing(u), owned_region.copy)
+                alike.setdefault(kind, []).append((index, u))
         for jobs in alike.values():  # the matrices of one matrix view follow each other, so that its state is one span
             jobs.sort(key=lambda job: (owned[job[0]].parameter, owned[job[0]].index(job[1]), job[0]))
         return tuple(
