@@ -196,11 +196,11 @@ def _one_after_another(
 @contextlib.contextmanager
 def as_measured(path: Path) -> Iterator[None]:
     """The kernels and the plan that a stored file was measured with."""
-    before, place, chunks = os.environ.get(TABLE_VARIABLE), assignment._place, assignment._chunks
+    before, place, chunks = os.environ.get(TABLE_VARIABLE), assignment._order, assignment._chunks
     if path.stem not in PRESENT_KERNELS:
         os.environ[TABLE_VARIABLE] = str(RESULTS / "kernel_table_h200_c800a30.json")
     if path.stem not in PRESENT_PLANS:
-        assignment._place = _in_order_of_names
+        assignment._order = _in_order_of_names
     if path.stem not in EVEN_PLANS:
         large = path.stem in PRESENT_PLANS
         assignment._chunks = functools.partial(_one_after_another, chunks, assignment.MAX_BUCKET_NUMEL * (1 + large))
@@ -210,7 +210,7 @@ def as_measured(path: Path) -> Iterator[None]:
         yield
     finally:
         configs.choose.cache_clear()
-        assignment._place, assignment._chunks = place, chunks
+        assignment._order, assignment._chunks = place, chunks
         os.environ.pop(TABLE_VARIABLE, None)
         if before is not None:
             os.environ[TABLE_VARIABLE] = before

@@ -92,7 +92,7 @@ def measured(
         optimizer = getattr(hf_emopt, name)(model, lr=1e-3, tensor_parallel=mode)
         times = seconds(optimizer, args.steps, args.warmup, device)
     choices = optimizer._choices
-    estimates = [choice.estimates.get(choice.mode) for choice in choices]
+    estimates = [choice.costs.get(choice.mode) for choice in choices]
     known = [e for e in estimates if e is not None]
     row: dict[str, Any] = {
         "optimizer": name,
@@ -107,7 +107,7 @@ def measured(
         "predicted_ms": 1e3 * sum(e.seconds for e in known) if known else None,
         "predicted_tflop": sum(e.flops for e in known) / 1e12 if known else None,
         "predicted_mb": sum(e.bytes for e in known) / 1e6 if known else None,
-        "predicted_by_mode_ms": {m: 1e3 * args.matrices * e.seconds for m, e in choices[0].estimates.items()},
+        "predicted_by_mode_ms": {m: 1e3 * args.matrices * e.seconds for m, e in choices[0].costs.items()},
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else None,
     }
     del optimizer, model

@@ -172,7 +172,7 @@ def whole_matrix_state(context: StepContext, bucket: Bucket, i: int, use: Callab
             offset = 0
             present = f"{name}.{u}" in state
             for owned_region in (s for s in bucket.owned_regions if s.parameter == i and not s.copy):
-                place = owned_region.place(u)
+                place = owned_region.local_index(u)
                 if place is None:
                     continue
                 shape = _matrix_view_like(context, owned_region.matrix_views[place].shape, group, param)[name].shape
@@ -233,7 +233,7 @@ def _matrix_view_place(
     bucket: Bucket, owned_region: OwnedRegion, place: int, whole: Sequence[int], part: Sequence[int]
 ) -> tuple[slice, ...]:
     """Where the state of an owned region's matrix view belongs in the parameter's."""
-    cut, parameter = owned_region.cut(place), bucket.parameters[owned_region.parameter]
+    cut, parameter = owned_region.slicing(place), bucket.parameters[owned_region.parameter]
     if cut is not None and cut.compute_group:  # along the dimension that differs, if any does
         start, stop = cut.spans[cut.compute_group.index(owned_region.owner)]
         return tuple(slice(None) if a == b else slice(start, stop) for a, b in zip(whole, part))
@@ -318,7 +318,7 @@ def _own(context: StepContext, bucket: Bucket, i: int, whole: State, param: Tens
             name, u = key.rsplit(".", 1)
             parts = []
             for owned_region in mine:
-                place = owned_region.place(int(u))
+                place = owned_region.local_index(int(u))
                 if place is None:
                     continue
                 like = _matrix_view_like(context, owned_region.matrix_views[place].shape, group, param)[name]

@@ -1,23 +1,25 @@
-"""Making a plan: owned regions are given to ranks by cost, longest first, and gathered into buckets of bounded size."""
+"""How a plan is made: ranks get owned regions by cost, longest first, and buckets of bounded size collect parameters."""
 
 from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from hf_emopt.distributed.cutting import _even_cuts, _rows, recut
-from hf_emopt.distributed.owned_regions import OwnedRegion
-from hf_emopt.distributed.plan import Bucket, Plan, PlannedParameter
+from hf_emopt.distributed.layout import Storage
+from hf_emopt.distributed.load_balance import assign
+from hf_emopt.distributed.plan import Bucket, OwnedRegion, Plan, PlannedParameter, even_spans
+from hf_emopt.distributed.tensor_parallel import owned_regions_of
 
-__all__ = ["BucketSizes", "bucket_sizes", "make_plan"]
+__all__ = ["BucketSizes", "bucket_sizes", "make_plan", "planned_sizes"]
 
 
 MAX_BUCKET_NUMEL = 2**26
-"""Elements for each rank of a bucket of several shapes (256 MiB in float32): enough to fill a GPU, small beside the
-parameters. One of a single shape may have twice as many, see :class:`BucketSizes`."""
+"""Elements for each rank of a bucket of several shapes (256 MiB in float32): enough to fill a GPU, few compared with the
+parameters. A bucket of a single shape may have twice as many, see :class:`BucketSizes`."""
 
 BUCKET_VARIABLE = "HF_EMOPT_MAX_BUCKET_NUMEL"
 """Environment variable with another number, the same on all ranks (``hf-emopt bench step`` measures which is faster)."""
@@ -28,9 +30,9 @@ class BucketSizes(NamedTuple):
 
     Attributes:
         together: matrices of several shapes share a bucket up to here.
-        alike: matrices of one shape that are more than ``together`` are cut into as few even parts as stay below this. A
-            product of many matrices leaves less of a GPU idle than two products of half as many, and one of the few that a
-            bucket has over, beside others, leaves most of it idle.
+        alike: matrices of one shape that are more than ``together`` are divided into as few even parts as stay below this.
+            A product of many matrices leaves less of a GPU idle than two products of half as many. A product of the few
+            matrices that are left over leaves most of it idle.
     """
 
     together: int = MAX_BUCKET_NUMEL
@@ -38,7 +40,7 @@ class BucketSizes(NamedTuple):
 
 
 def bucket_sizes(together: int = MAX_BUCKET_NUMEL, alike: int = MAX_BUCKET_NUMEL) -> BucketSizes:
-    """These, or both as the environment's :data:`BUCKET_VARIABLE` says.
+    """These sizes, or both from the environment's :data:`BUCKET_VARIABLE`.
 
     Raises:
         ValueError: when the variable is not a number above 0.
@@ -51,6 +53,27 @@ def bucket_sizes(together: int = MAX_BUCKET_NUMEL, alike: int = MAX_BUCKET_NUMEL
     return BucketSizes(int(given), int(given))
 
 
+def planned_sizes(scheduled: bool, groups: Sequence[Mapping[str, Any]], offloads: bool, world_size: int) -> BucketSizes:
+    """How large an optimizer's buckets are.
+
+    Batches of more matrices fill a GPU better and take the host less time. In one process nothing travels during the
+    mathematics, and a bucket of a rule with factors takes the host longer than its exchange takes, so both have large
+    buckets. Elsewhere only buckets of one shape are large, for the sake of even batches. Buckets are small where state is
+    copied to be used, which takes memory in proportion to the bucket's size.
+
+    Args:
+        scheduled: whether the rule has factors that are refreshed by a schedule.
+        groups: parameter groups of the optimizer, or anything with their options.
+        offloads: whether state is in host memory between steps.
+        world_size: ranks that share any parameter.
+    """
+    kinds = {group.get(key, "float32") for group in groups for key in ("state_dtype", "factor_storage")}
+    if offloads or kinds != {"float32"}:
+        return bucket_sizes()
+    large = 2 * MAX_BUCKET_NUMEL
+    return bucket_sizes(large if world_size == 1 or scheduled else MAX_BUCKET_NUMEL, large)
+
+
 def make_plan(
     parameters: Sequence[PlannedParameter],
     sizes: BucketSizes | None = None,
@@ -59,19 +82,19 @@ def make_plan(
     """The plan for these parameters.
 
     Args:
-        parameters: matrix parameters; or others, without matrix views, whose cost is their size.
+        parameters: matrix parameters, or elementwise ones without matrix views, whose cost is their size.
         sizes: of buckets; ``None`` for :func:`bucket_sizes`.
-        forward_order: buckets follow the order of ``parameters`` (the model's) instead of falling cost, so that what the
-            next forward needs first is ready first.
+        forward_order: whether buckets follow the order of ``parameters`` (the model's) instead of falling cost, so that
+            the weights that the next forward needs first are ready first.
     """
-    ordered = sorted(parameters, key=_place)
+    ordered = sorted(parameters, key=_order)
     ranks = sorted({rank for p in parameters for row in p.storage.ranks for rank in row})
     owned = _owned(ordered)
     alike: dict[tuple[Any, ...], list[PlannedParameter]] = {}
     for parameter in parameters if forward_order else ordered:
-        storage, arrangement = parameter.storage, parameter.arrangement
-        keeps = arrangement is not None and arrangement.keeps(storage)
-        mode = arrangement and arrangement.mode
+        storage, tensor_parallel = parameter.storage, parameter.tensor_parallel
+        keeps = tensor_parallel is not None and tensor_parallel.keeps(storage)
+        mode = tensor_parallel and tensor_parallel.mode
         paired = bool(parameter.pair)
         key = (parameter.group, parameter.tag, storage.ranks, storage.shards, paired, parameter.is_local, keeps, mode)
         alike.setdefault(key, []).append(parameter)
@@ -87,21 +110,21 @@ def make_plan(
 def _owned(ordered: Sequence[PlannedParameter]) -> dict[str, list[OwnedRegion]]:
     """Owned regions by parameter name.
 
-    Loads are carried among parameters of the same ranks alone. Of a parameter that lies on some of the ranks, others have
-    their own copy on other ranks (a layer that FSDP cuts and tensor parallelism does not): loads that came of it would be of
-    other ranks in the plan of each, and so would the owners of what all share.
+    Loads are carried among parameters of the same ranks alone. A parameter on some of the ranks has copies on the others (a
+    layer that FSDP shards and tensor parallelism does not). Its load would fall on different ranks in the plan of each
+    copy, and plans would disagree on the owners of parameters that all ranks share.
     """
     together: dict[frozenset[int], list[PlannedParameter]] = {}
     for parameter in ordered:
         together.setdefault(frozenset(itertools.chain(*parameter.storage.ranks)), []).append(parameter)
-    owned: dict[str, list[OwnedRegion]] = {}
+    owned: dict[str, list[OwnedRegion]] = defaultdict(list)
     for ranks, members in together.items():
-        owned |= _Assignment(sorted(ranks)).owned_regions_of(members)
+        owned.update(_Assignment(sorted(ranks)).of(members))
     return owned
 
 
-def _place(parameter: PlannedParameter) -> tuple[Any, ...]:
-    """Falling cost. Matrices of one cost can be of two shapes (projections up and down); a batch is of one."""
+def _order(parameter: PlannedParameter) -> tuple[Any, ...]:
+    """Falling cost, then shape: matrices of one cost can have two shapes (projections up and down), a batch has one."""
     return parameter.group, -parameter.cost, parameter.storage.shape, parameter.name
 
 
@@ -111,7 +134,7 @@ def _chunks(
     """Members of each bucket, in their order; both factors of a pair in one.
 
     Args:
-        by_shape: matrices of one shape, which follow each other, are kept together and cut evenly.
+        by_shape: matrices of one shape, which follow each other, are kept together and divided evenly.
     """
     pairs: dict[str, list[PlannedParameter]] = {}
     for parameter in members:
@@ -136,110 +159,97 @@ def _runs_of_one_shape(items: Sequence[list[PlannedParameter]]) -> list[list[lis
 
 
 def _share(item: Sequence[PlannedParameter]) -> int:
-    """Elements for each rank. Of copies a rank transforms its share, and gathers all of it: up to four shares at once."""
+    """Elements for each rank. Of copies a rank transforms its share and gathers the rest, up to four shares at once."""
     return sum(-(-p.numel // (p.storage.shards * min(p.storage.replicas, 4))) for p in item)
 
 
 def _even_parts(run: list[list[PlannedParameter]], limit: int) -> list[list[list[PlannedParameter]]]:
     """A run of one shape in as few parts as stay below the limit."""
     most = max(1, limit // _share(run[0]))
-    return [run[a:b] for a, b in _even_cuts(0, len(run), -(-len(run) // most))]
+    return [run[a:b] for a, b in even_spans(0, len(run), -(-len(run) // most))]
 
 
 class _Assignment:
-    """Gives owned regions to ranks; loads are carried from one layout over them to the next."""
+    """Gives owned regions to ranks. Loads are carried from the parameters of one layout to those of the next."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self.loads: dict[int, int] = dict.fromkeys(ranks, 0)
+        self.owned: dict[str, list[OwnedRegion]] = defaultdict(list)
 
-    def owned_regions_of(self, parameters: Sequence[PlannedParameter]) -> dict[str, list[OwnedRegion]]:
-        """Owned regions by parameter name: first those whose shard is given, then the others, all over the same ranks at
-        once."""
-        from hf_emopt.distributed.tensor_parallel import owned_regions_of
+    def of(self, parameters: Sequence[PlannedParameter]) -> dict[str, list[OwnedRegion]]:
+        """Owned regions by parameter name.
 
-        owned_regions = self._paired(parameters)
-        for parameter in parameters:
-            if parameter.pair:
-                continue
-            if parameter.arrangement is not None:
-                owned_regions[parameter.name] = owned_regions_of(parameter, self.loads)
-                for owned_region in owned_regions[parameter.name]:
-                    self._add(parameter.storage.rank(owned_region.owner), owned_region.cost)
-            elif parameter.is_local:
-                owned_regions[parameter.name] = self._local(parameter)
+        Pairs come first, then parameters whose shards decide on the owners, then all others over the same ranks at once.
+        """
+        self._assign_pairs([p for p in parameters if p.pair])
         by_ranks: dict[tuple[tuple[int, ...], ...], list[PlannedParameter]] = {}
-        for parameter in parameters:
-            if parameter.name not in owned_regions:
+        for parameter in (p for p in parameters if not p.pair):
+            if parameter.tensor_parallel is not None:
+                replicas = parameter.tensor_parallel.slices.replicas(parameter.storage)
+                self._give(parameter, *owned_regions_of(parameter, self._least_loaded(parameter.storage, replicas)))
+            elif parameter.is_local:
+                self._assign_local(parameter)
+            else:
                 by_ranks.setdefault(parameter.storage.ranks, []).append(parameter)
         for members in by_ranks.values():
-            owned_regions |= self._shared(members)
-        return owned_regions
+            self._assign_shared(members)
+        return self.owned
 
-    def _paired(self, parameters: Sequence[PlannedParameter]) -> dict[str, list[OwnedRegion]]:
+    def _least_loaded(self, storage: Storage, candidates: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+        """The set of rank indices whose largest load is least, the first of equal ones."""
+        return min(candidates, key=lambda c: (max(self.loads[storage.rank(index)] for index in c), c))
+
+    def _give(self, parameter: PlannedParameter, *owned_regions: OwnedRegion) -> None:
+        self.owned[parameter.name].extend(owned_regions)
+        for owned_region in owned_regions:
+            self.loads[parameter.storage.rank(owned_region.owner)] += owned_region.cost
+
+    def _assign_pairs(self, parameters: Sequence[PlannedParameter]) -> None:
         """Both factors of a pair, whole, to the least loaded rank: the costliest pair first."""
         pairs: dict[str, list[PlannedParameter]] = {}
         for parameter in parameters:
-            if parameter.pair:
-                pairs.setdefault(parameter.pair, []).append(parameter)
-        owned_regions: dict[str, list[OwnedRegion]] = {}
+            pairs.setdefault(parameter.pair, []).append(parameter)
         for name in sorted(pairs, key=lambda name: (-sum(p.cost for p in pairs[name]), name)):
             storage = pairs[name][0].storage
-            owner = min(range(storage.world_size), key=lambda position: (self.loads[storage.rank(position)], position))
+            (owner,) = self._least_loaded(storage, ((index,) for index in range(storage.world_size)))
             for parameter in pairs[name]:
-                owned_regions[parameter.name] = [_rows(parameter, 0, parameter.rows, owner, parameter.cost)]
-                self._add(storage.rank(owner), parameter.cost)
-        return owned_regions
+                self._give(parameter, parameter.owned_rows(0, parameter.rows, owner, parameter.cost))
 
-    def _local(self, parameter: PlannedParameter) -> list[OwnedRegion]:
-        """Rows stay with their shard; its replicas share them."""
-        storage, result = parameter.storage, []
+    def _assign_local(self, parameter: PlannedParameter) -> None:
+        """Rows stay with their shard, whose replicas share them."""
+        storage, row = parameter.storage, parameter.row_numel
         for shard, regions in enumerate(storage.regions):
-            runs = [(region[0][0] // parameter.row_numel, region[0][1] // parameter.row_numel) for region in regions]
-            for start, stop in (cut for run in runs for cut in _even_cuts(*run, storage.replicas)):
-                cost = parameter.cost * (stop - start) // parameter.rows
-                replica = min(range(storage.replicas), key=lambda r: (self.loads[storage.ranks[r][shard]], r))
-                result.append(_rows(parameter, start, stop, replica * storage.shards + shard, cost))
-                self._add(storage.ranks[replica][shard], cost)
-        return result
+            replicas = [(replica * storage.shards + shard,) for replica in range(storage.replicas)]
+            for region in regions:
+                for start, stop in even_spans(region[0][0] // row, region[0][1] // row, storage.replicas):
+                    cost = parameter.cost * (stop - start) // parameter.rows
+                    (owner,) = self._least_loaded(storage, replicas)
+                    self._give(parameter, parameter.owned_rows(start, stop, owner, cost))
 
-    def _shared(self, members: Sequence[PlannedParameter]) -> dict[str, list[OwnedRegion]]:
+    def _assign_shared(self, members: Sequence[PlannedParameter]) -> None:
         """Longest first to the least loaded of the ranks, with a compute group for a matrix that is too much for one."""
-        from hf_emopt.distributed.compute_group_assignment import assign
-
         storage = members[0].storage
         world = storage.world_size
-        pieces: dict[str, tuple[PlannedParameter, int, int]] = {}
+        parts: dict[str, tuple[PlannedParameter, int, int]] = {}
         for p in members:
-            cuts = _even_cuts(0, p.rows, world) if p.is_stack and p.rows > 1 else [(0, p.rows)]
-            for start, stop in cuts:
-                pieces[f"{p.name}|{start:08}"] = (p, start, stop)
-        costs = {key: p.cost * (b - a) // max(1, p.rows) for key, (p, a, b) in pieces.items()}
+            spans = even_spans(0, p.rows, world) if p.is_stack and p.rows > 1 else [(0, p.rows)]
+            for start, stop in spans:
+                parts[f"{p.name}|{start:08}"] = (p, start, stop)
+        costs = {key: p.cost * (stop - start) // max(1, p.rows) for key, (p, start, stop) in parts.items()}
         one_axis = storage.shards == 1 or storage.replicas == 1
-        shareable = {key: p.shard_cost for key, (p, _, _) in pieces.items() if p.shard_cost is not None and one_axis}
+        shareable = {key: p.shard_cost for key, (p, _, _) in parts.items() if p.shard_cost is not None and one_axis}
         if max(costs.values(), default=0) * world <= sum(costs.values()):
             shareable = {}  # every matrix fits into a rank's fair share, and a compute group pays for its all-reduces
 
         def shard_cost(key: str, k: int) -> int:
             price = shareable.get(key)
-            p = pieces[key][0]
             # A slice has at least one row, so a matrix with fewer rows than there are ranks stays with fewer.
-            return costs[key] if price is None or k > max(p.storage.shape) else price(k)
+            return costs[key] if price is None or k > max(parts[key][0].storage.shape) else price(k)
 
-        carried = [self.loads[storage.rank(position)] for position in range(world)]
+        carried = [self.loads[storage.rank(index)] for index in range(world)]
         owners = assign(costs, world, shard_cost, carried)
-        owned_regions: dict[str, list[OwnedRegion]] = {p.name: [] for p in members}
-        for key in sorted(pieces):
-            p, start, stop = pieces[key]
-            compute_group = owners[key]
-            made = (
-                [_rows(p, start, stop, compute_group[0], costs[key])]
-                if len(compute_group) == 1
-                else recut(p, compute_group, shard_cost(key, len(compute_group)))
-            )
-            owned_regions[p.name].extend(made)
-            for owned_region in made:
-                self._add(storage.rank(owned_region.owner), owned_region.cost)
-        return owned_regions
-
-    def _add(self, rank: int, cost: int) -> None:
-        self.loads[rank] += cost
+        for key, (p, start, stop) in sorted(parts.items()):
+            if len(owners[key]) == 1:
+                self._give(p, p.owned_rows(start, stop, owners[key][0], costs[key]))
+            else:
+                self._give(p, *p.owned_slices(owners[key], shard_cost(key, len(owners[key]))))

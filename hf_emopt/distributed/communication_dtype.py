@@ -8,16 +8,20 @@ __all__ = ["communication_dtype"]
 
 
 def communication_dtype(param_dtype: torch.dtype, device_type: str, transport_dtype: str | None) -> torch.dtype:
-    """The communication dtype of a parameter's matrices.
+    """The dtype of momenta and updates that ranks exchange.
 
     Args:
         param_dtype: of the parameter.
-        device_type: of the device on which it is stepped.
-        transport_dtype: the user's choice by name; ``None`` for bfloat16 on accelerators, float32 on the CPU, and float64 for
-            parameters in float64.
+        device_type: of the device that computes its step, such as ``"cuda"``.
+        transport_dtype: the optimizer's option by name, or ``None``.
+
+    Returns:
+        ``transport_dtype`` where it is given. Else float64 for float64 parameters, float32 on the CPU, and bfloat16 on
+        accelerators.
     """
     if transport_dtype is not None:
-        return getattr(torch, transport_dtype)  # type: ignore[no-any-return]
+        dtype: torch.dtype = getattr(torch, transport_dtype)
+        return dtype
     if param_dtype is torch.float64:
         return torch.float64
     return torch.float32 if device_type == "cpu" else torch.bfloat16

@@ -138,7 +138,7 @@ class Exchange:
                     _Piece(k, _relative(part, s.region, _zero(part)), _numel(part))
                     for k, s in enumerate(self.owned)
                     for region, _ in storages[s.parameter].held(shard)
-                    for given in (_given(s) if narrowed else (s.region,))
+                    for given in (s.results if narrowed else (s.region,))
                     if (part := _intersection(region, given)) is not None
                 ]
                 for shard in range(grid.shards)
@@ -304,15 +304,11 @@ def _pieces(
     pieces = []
     for owned_region in owned_regions:
         for region, place in storages[owned_region.parameter].held(shard):
-            for part in _given(owned_region) if narrowed else (owned_region.region,):
+            for part in owned_region.results if narrowed else (owned_region.region,):
                 inside = _intersection(region, part)
                 if inside is not None:
                     pieces.append(_Piece(row[owned_region.parameter], _relative(inside, region, place), _numel(inside)))
     return pieces
-
-
-def _given(owned_region: OwnedRegion) -> tuple[Region, ...]:
-    return (owned_region.region,) if owned_region.gives is None else owned_region.gives
 
 
 def _intersection(a: Region, b: Region) -> Region | None:

@@ -1,10 +1,10 @@
-"""Who transforms which matrix, and together with which others.
+"""Plans: which rank transforms which matrix, and together with which others.
 
-A plan is a value made from names, shapes, costs and storage alone: every rank computes the same one, it can be printed,
-hashed and compared. It is made of *owned regions*: an owned region is the part of a parameter that one rank transforms.
-Most are a whole parameter. A stack of matrices (experts) is cut between matrices, so that its work is shared; and a
-matrix whose transform alone would exceed a rank's fair share is cut across a *compute group* of ranks that transform it
-together.
+A plan is a value made from names, shapes, costs and storage alone. Every rank computes the same plan, which can be
+printed, hashed and compared. A plan consists of *owned regions*: the parts of parameters that one rank transforms. Most
+owned regions are a whole parameter. A stack of matrices (experts) is divided between its matrices, so that ranks share
+the work. A matrix whose transform alone would exceed a rank's fair share is sliced over a *compute group* of ranks, which
+transform it together.
 """
 
 from __future__ import annotations
@@ -14,27 +14,187 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import Literal, get_args
 
 from hf_emopt.distributed.layout import Region, Storage, full_region
-from hf_emopt.distributed.owned_regions import Batch, Cut, OwnedRegion
+from hf_emopt.linalg.cost import Method
 from hf_emopt.routing.matrix_view import MatrixView
 
-if TYPE_CHECKING:
-    from hf_emopt.distributed.arrangement import Arrangement
-
 __all__ = [
+    "MODES",
     "Batch",
     "Bucket",
-    "Cut",
     "OwnedRegion",
     "Plan",
     "PlannedParameter",
+    "Slicing",
+    "TensorParallel",
+    "TensorParallelMode",
+    "TensorSlices",
+    "even_spans",
+    "long_side",
     "overlap",
 ]
 
-MIN_CUT_NUMEL = 2**16
-"""Elements from which an elementwise parameter is cut among ranks."""
+TensorParallel = Literal["auto", "layerwise", "duplicated", "distributed", "blockwise"]
+MODES: tuple[str, ...] = get_args(TensorParallel)
+
+MIN_DIVIDED_NUMEL = 2**16
+"""Elements from which an elementwise parameter is divided among ranks."""
+
+
+@dataclass(frozen=True)
+class TensorSlices:
+    """The slices into which tensor parallelism cuts one parameter.
+
+    Attributes:
+        of_shard: for each shard of the storage, the slice that contains it; under FSDP a slice has several shards.
+        regions: the regions of each slice, in coordinates of the whole parameter.
+        whole_job: whether all ranks of the job share the parameter, so that compute groups can be made.
+    """
+
+    of_shard: tuple[int, ...]
+    regions: tuple[tuple[Region, ...], ...]
+    whole_job: bool = True
+
+    @property
+    def size(self) -> int:
+        """Ranks of the tensor-parallel dimension."""
+        return len(self.regions)
+
+    def replicas(self, storage: Storage) -> list[tuple[int, ...]]:
+        """Sets of rank indices that together hold every slice: one set for every replica and every FSDP rank."""
+        by_slice = [[s for s, t in enumerate(self.of_shard) if t == slice_] for slice_ in range(self.size)]
+        return [
+            tuple(replica * storage.shards + shard for shard in shards)
+            for replica in range(storage.replicas)
+            for shards in zip(*by_slice, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class TensorParallelMode:
+    """How the matrices of one parameter are transformed under tensor parallelism.
+
+    Attributes:
+        mode: ``"duplicated"``, ``"distributed"`` or ``"blockwise"``. A ``"layerwise"`` parameter has no such value.
+        slices: the slices of the parameter.
+        costs: operations of each matrix view on each rank.
+        methods: the method of each matrix view's distributed iteration.
+        recut: whether the slices run along the short side and are first exchanged for slices along the long side.
+    """
+
+    mode: str
+    slices: TensorSlices
+    costs: tuple[int, ...]
+    methods: tuple[Method, ...] = ()
+    recut: bool = False
+
+    def is_local(self, storage: Storage) -> bool:
+        """Whether every rank has all of its slice, so that no weight-sized message is sent."""
+        return self.mode != "duplicated" and not self.recut and self.slices.size == storage.shards
+
+    def keeps(self, storage: Storage) -> bool:
+        """Whether each rank alone needs the update that it computes."""
+        return self.mode == "duplicated" and self.slices.size == storage.shards
+
+
+@dataclass(frozen=True)
+class Slicing:
+    """How whole matrices are sliced, of which a rank transforms a slice.
+
+    Attributes:
+        full_shape: ``(m, n)`` of the whole matrices.
+        dim: the dimension that is sliced, -2 or -1.
+        spans: the span of that dimension that each rank has; empty where slices are matrices of their own.
+        compute_group: rank indices of the ranks that transform the matrices together; empty where there are none.
+        method: of the distributed iteration.
+    """
+
+    full_shape: tuple[int, int]
+    dim: int
+    spans: tuple[tuple[int, int], ...]
+    compute_group: tuple[int, ...]
+    method: Method = "standard"
+
+
+@dataclass(frozen=True)
+class OwnedRegion:
+    """The part of one parameter that one rank transforms.
+
+    Attributes:
+        parameter: index into the bucket's parameters.
+        region: the part, in coordinates of the parameter.
+        owner: rank index ``replica * shards + shard`` of the rank that transforms it.
+        matrix_views: the matrices inside the region, in coordinates of the region.
+        cost: operations of the owner.
+        dim: dimension along which the region differs from the whole parameter.
+        indices: the numbers that the matrix views have in the parameter; empty for all of them in order.
+        slicings: how the matrices of each matrix view are sliced, ``None`` for whole matrices; empty where all are whole.
+        copy: whether another rank computes the same update for its own use.
+        gives: the part of the update that the owner passes on; ``None`` for all of it.
+    """
+
+    parameter: int
+    region: Region
+    owner: int
+    matrix_views: tuple[MatrixView, ...]
+    cost: int
+    dim: int = 0
+    indices: tuple[int, ...] = ()
+    slicings: tuple[Slicing | None, ...] = ()
+    copy: bool = False
+    gives: tuple[Region, ...] | None = None
+
+    def index(self, local: int) -> int:
+        """Number in the parameter of ``matrix_views[local]``."""
+        return self.indices[local] if self.indices else local
+
+    def local_index(self, index: int) -> int | None:
+        """Index into ``matrix_views`` of the parameter's matrix view of this number, ``None`` where the region has none."""
+        if not self.indices:
+            return index
+        return self.indices.index(index) if index in self.indices else None
+
+    def slicing(self, local: int) -> Slicing | None:
+        """How the matrices of ``matrix_views[local]`` are sliced."""
+        return self.slicings[local] if self.slicings else None
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(stop - start for start, stop in self.region)
+
+    @cached_property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def results(self) -> tuple[Region, ...]:
+        """The regions of the update that the owner passes on."""
+        return (self.region,) if self.gives is None else self.gives
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Matrices of one shape that one rank transforms in one call.
+
+    Attributes:
+        shape: ``(m, n)`` of each matrix, of the slice where matrices are sliced.
+        jobs: ``(index among the rank's owned regions, index of the matrix view)`` of each matrix view.
+        sizes: matrices in each job.
+        slicing: how the matrices are sliced, ``None`` for whole matrices.
+        copy: whether another rank transforms the same matrices.
+    """
+
+    shape: tuple[int, int]
+    jobs: tuple[tuple[int, int], ...]
+    sizes: tuple[int, ...]
+    slicing: Slicing | None = None
+    copy: bool = False
+
+    @property
+    def count(self) -> int:
+        return sum(self.sizes)
 
 
 @dataclass(frozen=True)
@@ -45,17 +205,17 @@ class PlannedParameter:
         name: unique name, the key of every decision.
         group: index of its parameter group.
         position: index inside the group.
-        matrix_views: its matrices.
+        matrix_views: its matrices; empty for a parameter that is stepped elementwise.
         costs: floating-point operations of transforming each matrix view, by the rule.
         tag: dtype and device; parameters of one bucket share it.
-        storage: where its elements lie.
+        storage: which rank holds which elements.
         shard_cost: operations of one of ``k`` ranks that transform the parameter's only matrix together, or ``None``
             where the rule or the parameter does not allow it.
-        arrangement: how slices of tensor parallelism are transformed, or ``None`` where that cuts nothing or whole matrices
-            are brought to their owners.
+        tensor_parallel: how slices of tensor parallelism are transformed, or ``None`` where there are none or where
+            whole matrices are brought to their owners.
         whole_shapes: ``(m, n)`` of the matrix that each matrix view is part of, where matrix views are parts.
-        pair: name that the two factors of one matrix have in common: they go to one owner, in one bucket. Empty for others.
-        scale: factor on the update, beside what the rule makes of it.
+        pair: name that the two factors of one matrix have in common, empty for others. Both go to one owner in one bucket.
+        scale: factor on the update that the rule computes.
     """
 
     name: str
@@ -66,7 +226,7 @@ class PlannedParameter:
     tag: str
     storage: Storage
     shard_cost: Callable[[int], int] | None = None
-    arrangement: Arrangement | None = None
+    tensor_parallel: TensorParallelMode | None = None
     whole_shapes: tuple[tuple[int, int], ...] = ()
     pair: str = ""
     scale: float = 1.0
@@ -83,16 +243,15 @@ class PlannedParameter:
     def is_stack(self) -> bool:
         """Whether every row of dimension 0 holds whole matrices, independent of the other rows."""
         shape = self.storage.shape
-        if not self.matrix_views:  # stepped element by element
-            return len(shape) > 0 and self.numel >= MIN_CUT_NUMEL
-        rows = (
-            self.matrix_views[0].view[0] if len(shape) == 1 else shape[0]
-        )  # one dimension: flattened before it was cut
+        if not self.matrix_views:  # stepped elementwise
+            return len(shape) > 0 and self.numel >= MIN_DIVIDED_NUMEL
+        # A parameter of one dimension was flattened before it was sharded.
+        rows = self.matrix_views[0].view[0] if len(shape) == 1 else shape[0]
         return all(0 in u.batch and u.dim != 0 and u.view[0] == rows for u in self.matrix_views)
 
     @property
     def row_numel(self) -> int:
-        """Elements of dimension 0, as it is stored, for each row: more than 1 where a stack was flattened."""
+        """Stored elements of dimension 0 for each row: more than 1 where a stack was flattened."""
         flat_stack = self.matrix_views and len(self.storage.shape) == 1 and self.is_stack
         return self.storage.shape[0] // self.matrix_views[0].view[0] if flat_stack else 1
 
@@ -106,13 +265,50 @@ class PlannedParameter:
         """Whether no shard has to send anything to another before matrices are transformed."""
         if self.storage.shards == 1 or self.pair:
             return False
-        if self.arrangement is not None:
-            return self.arrangement.is_local(self.storage)
+        if self.tensor_parallel is not None:
+            return self.tensor_parallel.is_local(self.storage)
         rest, row = full_region(self.storage.shape)[1:], self.row_numel
         regions = [region for regions in self.storage.regions for region in regions]
         return self.is_stack and all(
             region[1:] == rest and not (region[0][0] % row or region[0][1] % row) for region in regions
         )
+
+    def owned_rows(self, start: int, stop: int, owner: int, cost: int) -> OwnedRegion:
+        """Rows ``start:stop`` of a stack, or the whole of any other parameter, as a region of one owner."""
+        shape = self.storage.shape
+        if not shape:
+            return OwnedRegion(0, (), owner, self.matrix_views, cost)
+        region = ((start * self.row_numel, stop * self.row_numel), *full_region(shape)[1:])
+        matrix_views = self.matrix_views
+        if (start, stop) != (0, self.rows):
+            matrix_views = tuple(replace(u, view=(stop - start, *u.view[1:])) for u in matrix_views)
+        return OwnedRegion(0, region, owner, matrix_views, cost)
+
+    def owned_slices(self, compute_group: tuple[int, ...], cost: int, method: Method = "standard") -> list[OwnedRegion]:
+        """The parameter's only matrix sliced along its long side, one slice for each member of a compute group."""
+        shape, (matrix_view,) = self.storage.shape, self.matrix_views
+        dim, side = long_side(matrix_view)
+        spans = tuple(even_spans(0, shape[dim], len(compute_group)))
+        slicing = Slicing((matrix_view.shape[1], matrix_view.shape[2]), side, spans, compute_group, method)
+        owned_regions = []
+        for owner, (start, stop) in zip(compute_group, spans, strict=True):
+            region = (*full_region(shape[:dim]), (start, stop), *full_region(shape[dim + 1 :]))
+            part = replace(matrix_view, view=(*shape[:dim], stop - start, *shape[dim + 1 :]))
+            owned_regions.append(OwnedRegion(0, region, owner, (part,), cost, dim, slicings=(slicing,)))
+        return owned_regions
+
+
+def even_spans(start: int, stop: int, parts: int) -> list[tuple[int, int]]:
+    """At most ``parts`` spans of near-equal length that make up ``start:stop``."""
+    size = stop - start
+    count = min(parts, size)
+    return [(start + size * i // count, start + size * (i + 1) // count) for i in range(count)]
+
+
+def long_side(matrix_view: MatrixView) -> tuple[int, int]:
+    """The longer dimension of a parameter that is one matrix, the first of equal ones: as stored, and as -2 or -1."""
+    dim = 0 if matrix_view.view[0] >= matrix_view.view[1] else 1
+    return dim, -2 if dim in matrix_view.rows else -1
 
 
 @dataclass(frozen=True)
@@ -122,9 +318,9 @@ class Bucket:
     Attributes:
         group: index of their parameter group.
         parameters: costliest first.
-        owned_regions: by parameter, then by place.
-        local: every shard holds what its rank transforms, so nothing has to travel between shards before.
-        keeps: what a rank computes is for itself, so nothing has to travel after.
+        owned_regions: by parameter, then by offset.
+        local: whether every shard holds the region that its rank transforms, so that shards exchange nothing before.
+        keeps: whether each rank alone needs the update that it computes, so that shards exchange nothing after.
     """
 
     group: int
@@ -162,28 +358,28 @@ class Bucket:
 
     @cached_property
     def communication_free(self) -> bool:
-        """Whether nothing of its step travels at all, so that ranks need not agree on who takes part."""
+        """Whether a step sends nothing at all, so that ranks need not agree on which parameters take part."""
         return self.local and self.storage.replicas == 1 and not self.compute_groups
 
     @property
     def compute_groups(self) -> list[tuple[int, ...]]:
-        """Positions of ranks that share matrices, each set once."""
-        cuts = (cut for s in self.owned_regions for cut in s.cuts if cut is not None and cut.compute_group)
-        return sorted({cut.compute_group for cut in cuts})
+        """The sets of rank indices that transform matrices together, each set once."""
+        slicings = (slicing for s in self.owned_regions for slicing in s.slicings if slicing is not None)
+        return sorted({slicing.compute_group for slicing in slicings if slicing.compute_group})
 
-    def owned(self, position: int) -> tuple[OwnedRegion, ...]:
-        """Owned regions that the rank at a position transforms."""
-        return tuple(s for s in self.owned_regions if s.owner == position)
+    def owned(self, rank_index: int) -> tuple[OwnedRegion, ...]:
+        """The owned regions of one rank index."""
+        return tuple(s for s in self.owned_regions if s.owner == rank_index)
 
-    def batches(self, position: int) -> tuple[Batch, ...]:
-        """How that rank batches them: matrices of one shape and one compute group are one call."""
+    def batches(self, rank_index: int) -> tuple[Batch, ...]:
+        """The batches of one rank index: matrices of one shape and one compute group are one call."""
         alike: dict[Batch, list[tuple[int, int]]] = {}
-        owned = self.owned(position)
+        owned = self.owned(rank_index)
         for index, owned_region in enumerate(owned):
-            for matrix_view_index, matrix_view in enumerate(owned_region.matrix_views):
-                kind = Batch(matrix_view.shape[1:], (), (), owned_region.cut(matrix_view_index), owned_region.copy)
-                alike.setdefault(kind, []).append((index, matrix_view_index))
-        for jobs in alike.values():  # the matrices of one matrix view side by side, so that its state is one run
+            for u, matrix_view in enumerate(owned_region.matrix_views):
+                kind = Batch(matrix_view.shape[1:], (), (), owned_region.slicing(u), owned_region.copy)
+                alike.setdefault(kind, []).append((index, u))
+        for jobs in alike.values():  # the matrices of one matrix view follow each other, so that its state is one span
             jobs.sort(key=lambda job: (owned[job[0]].parameter, owned[job[0]].index(job[1]), job[0]))
         return tuple(
             replace(kind, jobs=tuple(jobs), sizes=tuple(owned[i].matrix_views[u].shape[0] for i, u in jobs))
@@ -204,7 +400,7 @@ class Plan:
 
     @property
     def cost(self) -> int:
-        """Operations of all whole transforms; a matrix that is cut may cost its compute group a little more."""
+        """Operations of all whole transforms; a sliced matrix may cost its compute group a little more."""
         return sum(bucket.cost for bucket in self.buckets)
 
     @cached_property
@@ -226,19 +422,16 @@ class Plan:
         return self._by_rank(lambda owned_region: owned_region.numel)
 
     def received(self) -> list[int]:
-        """Elements that each rank receives in a step: shards of what it owns, its shards of updates, other replicas' updates.
-
-        A rank's own part of an all-to-all is counted, as the buffers count it.
-        """
+        """Elements that each rank receives in a step: shards of matrices that it owns, its shards of updates, and updates
+        of other replicas. A rank's own part of an all-to-all is counted, as in its buffers."""
         totals = dict.fromkeys(self.ranks, 0)
         for bucket in self.buckets:
             for s in bucket.owned_regions:
                 storage = bucket.parameters[s.parameter].storage
                 if bucket.sends:
                     totals[storage.rank(s.owner)] += s.numel
-                given = (s.region,) if s.gives is None else s.gives
                 for shard, regions in enumerate(storage.regions):
-                    numel = sum(overlap(region, part) for region in regions for part in given)
+                    numel = sum(overlap(region, part) for region in regions for part in s.results)
                     for replica, row in enumerate(storage.ranks):
                         if bucket.returns or replica != s.owner // storage.shards:
                             totals[row[shard]] += numel
@@ -254,7 +447,7 @@ class Plan:
 
     @property
     def imbalance(self) -> float:
-        """Makespan over ideal: the largest load over an equal share of the whole cost; 1.0 is perfect."""
+        """The largest load over an equal share of the whole cost; 1.0 is perfect."""
         return max(self.loads()) * self.world_size / self.cost if self.cost else 1.0
 
     def digest(self) -> str:
@@ -288,15 +481,11 @@ class Plan:
                 lines.append(
                     f"  rank {rank}: {load / 1e9:.4g} GFLOP, owns {numel:,} elements, receives {received:,} a step"
                 )
-            firsts = [
-                cut
-                for b in self.buckets
-                for s in b.owned_regions
-                for cut in s.cuts
-                if cut and cut.compute_group[:1] == (s.owner,)
-            ]
-            if firsts:
-                lines.append(f"  {len(firsts)} matrices are each transformed by several ranks together")
+            owned = [s for bucket in self.buckets for s in bucket.owned_regions]
+            # A sliced matrix is counted at the first rank of its compute group.
+            count = sum(slicing.compute_group[:1] == (s.owner,) for s in owned for slicing in s.slicings if slicing)
+            if count:
+                lines.append(f"  {count} matrices are each transformed by several ranks together")
         return "\n".join(lines)
 
 

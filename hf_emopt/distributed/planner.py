@@ -1,14 +1,12 @@
-"""What the planner needs to know of an optimizer's parameters, made from its groups and from where parameters lie."""
+"""The plan of an optimizer: its parameters as the planner sees them, made from parameter groups and storage."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
 
-import torch
-from torch import Tensor
-
-from hf_emopt.distributed.assignment import MAX_BUCKET_NUMEL, BucketSizes, bucket_sizes, make_plan
+from hf_emopt.distributed.assignment import make_plan, planned_sizes
+from hf_emopt.distributed.communication_dtype import communication_dtype
 from hf_emopt.distributed.layout import (
     Grid,
     Storage,
@@ -20,7 +18,8 @@ from hf_emopt.distributed.layout import (
     whole_numel,
 )
 from hf_emopt.distributed.plan import Plan, PlannedParameter
-from hf_emopt.distributed.tensor_parallel_choice import Choice, ModeOverrides, arrange
+from hf_emopt.distributed.tensor_parallel import tensor_slices
+from hf_emopt.distributed.tensor_parallel_choice import Choice, ModeOverrides, choose_modes, matrix_costs
 from hf_emopt.routing.matrix_view import MatrixView
 from hf_emopt.routing.packing import adapter_at, unpack_matrix_views
 from hf_emopt.rules.base import Group, MatrixRule
@@ -31,22 +30,21 @@ __all__ = [
     "plan_of",
     "planned_copies",
     "planned_matrices",
-    "planned_sizes",
     "world_size",
 ]
 
 
 def hyperparameters(groups: Sequence[Group]) -> list[Group]:
-    """What costs are worked out from, of each group as it is now."""
+    """The current hyperparameters of each group, from which costs are computed."""
     plain = (bool, int, float, str, tuple, type(None))
     return [{key: value for key, value in group.items() if isinstance(value, plain)} for group in groups]
 
 
 def as_first_planned(groups: Sequence[Group], first: Sequence[Group]) -> list[Group]:
-    """Groups with the :func:`hyperparameters` of an earlier time, as far as they were there.
+    """Groups with the :func:`hyperparameters` of an earlier time where they had them.
 
-    A schedule may change what a matrix costs (``precondition_frequency``, ``ns_steps``). Owners must not follow: state lies
-    with them, and a copy of the optimizer, or another plan for the same state, has to find it there.
+    A schedule may change the cost of a matrix (``precondition_frequency``, ``ns_steps``). Owners must not change with it:
+    they hold state, which a copy of the optimizer, or another plan for the same state, has to find there.
     """
     return [{**group, **then} for group, then in zip(groups, first)] + list(groups[len(first) :])
 
@@ -59,18 +57,18 @@ def planned_matrices(
     transport_dtype: str | None,
     first: Sequence[Group] = (),
 ) -> tuple[list[PlannedParameter], list[Choice]]:
-    """Every matrix parameter, and what was chosen for those that tensor parallelism cuts.
+    """Every matrix parameter, and the modes that were chosen for those that tensor parallelism slices.
 
     Args:
-        rule: whose costs are planned with.
+        rule: the rule whose costs are used.
         groups: parameter groups of the optimizer.
         grids: the ranks of each parameter by name; ``None`` for one process.
-        modes: of tensor parallelism by parameter, over the groups' own.
-        transport_dtype: of the wire by name, or ``None`` for the device's default.
+        modes: tensor-parallel modes by parameter, which override those of the groups.
+        transport_dtype: see :func:`~hf_emopt.distributed.communication_dtype.communication_dtype`.
         first: :func:`hyperparameters` that decide on costs and owners instead of the groups' own.
 
     Raises:
-        UnsupportedLayoutError: when a wrapper has laid a parameter out so that its matrices cannot be had.
+        UnsupportedLayoutError: when the storage of a parameter hides its matrices.
     """
     planned, params = [], []
     live, groups = groups, as_first_planned(groups, first)
@@ -82,14 +80,15 @@ def planned_matrices(
             check_layout(name, param, matrix_views)
             if whole_numel(param) == 0:
                 continue
-            costs = tuple(u.shape[0] * rule.cost(*u.shape[1:], group) for u in matrix_views)
+            costs = matrix_costs(rule, group, matrix_views)
             storage = storage_of(param, grids[name]) if grids else Storage.whole(param.shape)
             shard_cost = None
-            together = grids is None or takes_all_ranks(grids[name])  # a compute group's group is made by all ranks
-            # A slice by columns has no whole rows, for which 8-bit state has scales.
+            together = grids is None or takes_all_ranks(grids[name])  # all ranks make a compute group's process group
+            # 8-bit state has a scale for each whole row, which a slice by columns does not have.
             sliceable = group["state_dtype"] != "int8" or is_sharded(param) or param.shape[0] >= param.shape[-1]
             if together and sliceable and rule.can_shard(group) and _is_one_matrix(matrix_views, storage.shape):
-                shard_cost = partial(_shard_cost, rule, matrix_views[0].shape[1:], group)
+                m, n = matrix_views[0].shape[1:]
+                shard_cost = partial(rule.shard_cost, m, n, group=group)
             tag = f"{param.dtype} {param.device}"
             pair, scale = "", 1.0
             adapter = adapter_at(group, position)
@@ -106,18 +105,19 @@ def planned_matrices(
     _check_pairs(planned)
     if not grids or all(p.storage.shards == 1 for p in planned):
         return planned, []
-    return arrange(planned, params, grids, rule, groups, modes, _wire_bytes(transport_dtype, params))
+    dtype = communication_dtype(params[0].dtype, params[0].device.type, transport_dtype)
+    return choose_modes(planned, tensor_slices(planned, params, grids), rule, groups, modes, dtype.itemsize)
 
 
 def _check_pairs(planned: Sequence[PlannedParameter]) -> None:
-    """Refuses factors that no rank could have both of in one step."""
+    """Refuses pairs of factors that no rank could have together in one step."""
     pairs: dict[str, list[PlannedParameter]] = {}
     for parameter in planned:
         if parameter.pair:
             pairs.setdefault(parameter.pair, []).append(parameter)
     for name, members in pairs.items():
-        places = {(p.group, p.tag, p.storage.ranks, p.storage.shards) for p in members}
-        if len(members) != 2 or len(places) != 1:
+        layouts = {(p.group, p.tag, p.storage.ranks, p.storage.shards) for p in members}
+        if len(members) != 2 or len(layouts) != 1:
             what = (
                 "lie on different ranks, devices or in different groups" if len(members) == 2 else "are not both here"
             )
@@ -128,7 +128,7 @@ def _check_pairs(planned: Sequence[PlannedParameter]) -> None:
 
 
 def planned_copies(groups: Sequence[Group], grids: dict[str, Grid]) -> list[PlannedParameter]:
-    """Of the other parameters those that ranks hold copies of: they share the elementwise work and its state."""
+    """The elementwise parameters of which ranks hold copies: the ranks share their steps and their state."""
     planned = []
     for group_index, group in enumerate(groups):
         if group["kind"] != "aux":
@@ -141,25 +141,6 @@ def planned_copies(groups: Sequence[Group], grids: dict[str, Grid]) -> list[Plan
                 tag = f"{param.dtype} {param.device}"
                 planned.append(PlannedParameter(name, group_index, position, (), (param.numel(),), tag, storage))
     return planned
-
-
-def planned_sizes(scheduled: bool, groups: Sequence[Group], offloads: bool, world_size: int) -> BucketSizes:
-    """How large an optimizer's buckets are.
-
-    The matrices of a batch fill a GPU better the more they are, and the host is done sooner. In one process nothing has to
-    travel beside the mathematics; and a bucket of a rule with factors takes the host longer than its exchange takes. Where
-    something travels, buckets are large for the sake of even batches alone. They are small where state is copied to be used,
-    which takes memory by the bucket's size.
-
-    Args:
-        scheduled: whether the rule has factors that are refreshed by a schedule.
-        groups: parameter groups of the optimizer, or anything with their options.
-    """
-    kinds = {group.get(key, "float32") for group in groups for key in ("state_dtype", "factor_storage")}
-    if offloads or kinds != {"float32"}:
-        return bucket_sizes()
-    large = 2 * MAX_BUCKET_NUMEL
-    return bucket_sizes(large if world_size == 1 or scheduled else MAX_BUCKET_NUMEL, large)
 
 
 def world_size(grids: dict[str, Grid]) -> int:
@@ -178,27 +159,16 @@ def plan_of(
     """The plan of an optimizer's matrices.
 
     Args:
-        matrices: what :func:`planned_matrices` says.
-        ranks: that share any parameter.
-        offloads: whether state lies on the host between steps.
-        overlaps: whether updates are put off until a forward pass needs them: buckets then follow the model's order.
+        matrices: from :func:`planned_matrices`.
+        ranks: the number of ranks that share any parameter.
+        offloads: whether state is in host memory between steps.
+        overlaps: whether updates wait until a forward pass needs them; buckets then follow the model's order.
     """
     return make_plan(matrices, planned_sizes(rule.scheduled, groups, offloads, ranks), forward_order=overlaps)
 
 
-def _shard_cost(rule: MatrixRule, shape: tuple[int, int], group: Group, k: int) -> int:
-    return rule.shard_cost(*shape, k, group)
-
-
-def _wire_bytes(transport_dtype: str | None, params: Sequence[Tensor]) -> int:
-    """Of an element of the messages that carry matrices."""
-    if transport_dtype is not None:
-        return int(getattr(torch, transport_dtype).itemsize)
-    return 4 if params[0].device.type == "cpu" else 2
-
-
 def _is_one_matrix(matrix_views: Sequence[MatrixView], shape: tuple[int, ...]) -> bool:
-    """Whether a parameter is one matrix as it is stored (or its transpose), so that it can be cut along a side."""
+    """Whether a parameter is one matrix as it is stored (or its transpose), so that it can be sliced."""
     return (
         len(matrix_views) == 1
         and len(shape) == 2

@@ -1,4 +1,4 @@
-"""Matrices that tensor parallelism has cut: where the slices lie, and in which of four ways they become updates.
+"""Matrices that tensor parallelism has sliced: the slices of a parameter, and four modes of computing updates from them.
 
 ===============  ===============================================================  =================================
 mode             what a rank does of ``k``                                        what travels in a step
@@ -9,47 +9,56 @@ mode             what a rank does of ``k``                                      
 ``blockwise``    transforms its slice as a matrix of its own: another update      nothing
 ===============  ===============================================================  =================================
 
-The first three give the update of the whole matrix, and are free to choose among. Under FSDP as well, slices are those of
-tensor parallelism alone: ranks of the FSDP dimension share the matrices out among themselves.
+The first three give the update of the whole matrix, so any of them may be chosen. Where FSDP shards the slices further,
+"slice" still means a slice of tensor parallelism: ranks of the FSDP dimension share the matrices among themselves.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from hf_emopt.distributed.arrangement import Arrangement, TensorCut
-from hf_emopt.distributed.cutting import recut
-from hf_emopt.distributed.layout import Grid, Region, Storage, _is_strided, _regions, coordinates, full_region
-from hf_emopt.distributed.plan import Cut, OwnedRegion, PlannedParameter, overlap
+from hf_emopt.distributed.layout import (
+    Grid,
+    Region,
+    Storage,
+    _is_strided,
+    _regions,
+    coordinates,
+    full_region,
+    takes_all_ranks,
+)
+from hf_emopt.distributed.plan import OwnedRegion, PlannedParameter, Slicing, TensorSlices, long_side, overlap
 from hf_emopt.routing.matrix_view import MatrixView
 
 __all__ = [
     "UnavailableModeError",
     "blockwise_matrix_views",
-    "distributed_cuts",
     "owned_regions_of",
-    "tensor_cut",
-    "tensor_dims",
+    "sliced_dims",
+    "tensor_slices",
 ]
 
 
 NAMES = frozenset({"tp", "tensor", "tensor_parallel", "model", "mp"})
-"""Names of mesh dimensions over which matrices are cut for their own sake; any other dimension is of data or experts."""
+"""Names of mesh dimensions of tensor parallelism; any other dimension is one of data or experts."""
 
 
 class UnavailableModeError(ValueError):
-    """A parameter is laid out so that a mode cannot be; the message is the reason."""
+    """A parameter's layout excludes a mode; the message is the reason."""
 
 
-def tensor_dims(params: Iterable[Tensor]) -> dict[Any, tuple[int, ...]]:
-    """For each mesh, the dimensions that are tensor parallel: by name, or, where a mesh has no names, because some parameter
-    is cut along another dimension than its first there, which FSDP2 does not do unless told to."""
+def _tensor_dims(params: Iterable[Tensor]) -> dict[Any, tuple[int, ...]]:
+    """The tensor-parallel dimensions of each mesh.
+
+    A dimension is recognized by its name. In a mesh without names, it is one over which some parameter is sharded along
+    another dimension than its first, which FSDP2 does not do by itself.
+    """
     dims: dict[Any, set[int]] = {}
     for param in params:
         if not isinstance(param, DTensor):
@@ -64,11 +73,25 @@ def tensor_dims(params: Iterable[Tensor]) -> dict[Any, tuple[int, ...]]:
     return {mesh: tuple(sorted(d for d in found if mesh.size(d) > 1)) for mesh, found in dims.items()}
 
 
-def tensor_cut(param: Tensor, grid: Grid, storage: Storage, dims: dict[Any, tuple[int, ...]]) -> TensorCut | None:
-    """How tensor parallelism cuts a parameter, or ``None`` where it does not.
+def tensor_slices(
+    planned: Sequence[PlannedParameter], params: Sequence[Tensor], grids: Mapping[str, Grid]
+) -> list[TensorSlices | UnavailableModeError | None]:
+    """The slices of each parameter, ``None`` where it has none, or why its shards are no slices."""
+    dims = _tensor_dims(params)
+    found: list[TensorSlices | UnavailableModeError | None] = []
+    for p, param in zip(planned, params):
+        try:
+            found.append(_slices(param, grids[p.name], p.storage, dims))
+        except UnavailableModeError as error:
+            found.append(error)
+    return found
+
+
+def _slices(param: Tensor, grid: Grid, storage: Storage, dims: dict[Any, tuple[int, ...]]) -> TensorSlices | None:
+    """The slices of a parameter, or ``None`` where tensor parallelism does not slice it.
 
     Raises:
-        UnavailableModeError: the slices are not what the shards of some other dimension make up.
+        UnavailableModeError: a slice is not the union of some shards.
     """
     if not isinstance(param, DTensor) or storage.shards == 1:
         return None
@@ -87,13 +110,12 @@ def tensor_cut(param: Tensor, grid: Grid, storage: Storage, dims: dict[Any, tupl
             slices[key] = len(regions)
             regions.append(_regions(storage.shape, alone, sizes, where[rank]))
         of_shard.append(slices[key])
-    cut = TensorCut(tuple(of_shard), tuple(regions))
     for t, own in enumerate(regions):
         held = [region for s, own_shard in enumerate(storage.regions) if of_shard[s] == t for region in own_shard]
         inside = sum(overlap(x, y) for x in held for y in own)
         if inside != _numel(own) or inside != _numel(held):
             raise UnavailableModeError(f"placements {placements} interleave slices of tensor parallelism")
-    return cut
+    return TensorSlices(tuple(of_shard), tuple(regions), takes_all_ranks(grid))
 
 
 def _numel(regions: Iterable[Region]) -> int:
@@ -104,21 +126,42 @@ def _numel(regions: Iterable[Region]) -> int:
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """What a region has of a matrix view: the matrices there, and the part of which side they are, or ``None`` for all
-    of both."""
+class _ViewSlice:
+    """The matrices of a matrix view inside one region of a slice.
 
+    Attributes:
+        number: of the slice.
+        region: in coordinates of the parameter.
+        matrix_view: those matrices, in coordinates of the region.
+        dim: the dimension of the matrices that is sliced, -2 or -1, or ``None`` for whole matrices.
+        span: the span of that dimension.
+    """
+
+    number: int
+    region: Region
     matrix_view: MatrixView
     dim: int | None
     span: tuple[int, int]
 
 
-def _restricted(matrix_view: MatrixView, shape: tuple[int, ...], region: Region) -> _Piece | None:
-    """A matrix view inside a region, in the region's own coordinates; ``None`` where the region has none of it.
+def _view_slices(matrix_view: MatrixView, shape: tuple[int, ...], slices: TensorSlices) -> list[_ViewSlice]:
+    """The matrices of a matrix view inside each region of each slice, for regions that have some of them.
 
     Raises:
-        UnavailableModeError: what is there is no part of rows or of columns.
+        UnavailableModeError: the elements inside a region are no whole rows and no whole columns.
     """
+    return [
+        _ViewSlice(t, region, *restricted)
+        for t, regions in enumerate(slices.regions)
+        for region in regions
+        if (restricted := _restricted(matrix_view, shape, region)) is not None
+    ]
+
+
+def _restricted(
+    matrix_view: MatrixView, shape: tuple[int, ...], region: Region
+) -> tuple[MatrixView, int | None, tuple[int, int]] | None:
+    """The last three attributes of a :class:`_ViewSlice`, or ``None`` where the region has none of the matrices."""
     if matrix_view.view != shape:
         raise UnavailableModeError(f"its matrices are seen through the view {matrix_view.view} of {shape}")
     counts, before, first, last = [], [], 0, 0
@@ -140,38 +183,35 @@ def _restricted(matrix_view: MatrixView, shape: tuple[int, ...], region: Region)
         dim, first, last = None, 0, 0
     if dim is None:
         first, last, step = 0, 0, 1
-    inner = MatrixView(
-        matrix_view.name, view, matrix_view.rows, matrix_view.cols, matrix_view.batch, dim, first, last, step
-    )
+    inner = replace(matrix_view, view=view, dim=dim, start=first, stop=last, step=step)
     full = matrix_view.cut_view
     changed = [d for d in range(len(shape)) if counts[d] != full[d]]
     if not changed:
-        return _Piece(inner, None, (0, 0))
+        return inner, None, (0, 0)
     side = matrix_view.rows if changed[0] in matrix_view.rows else matrix_view.cols
     if len(changed) > 1 or changed[0] != side[0]:
         raise UnavailableModeError("it is cut along both sides, or between its matrices as well")
     rest = math.prod(full[d] for d in side[1:])
     start = before[changed[0]]
-    return _Piece(inner, -2 if side == matrix_view.rows else -1, (start * rest, (start + counts[changed[0]]) * rest))
+    return inner, -2 if side == matrix_view.rows else -1, (start * rest, (start + counts[changed[0]]) * rest)
 
 
 def _below(chosen: range, bound: int) -> int:
-    """How many of the numbers are below a bound."""
+    """The count of numbers below a bound."""
     return max(0, min(len(chosen), -(-(bound - chosen.start) // chosen.step)))
 
 
 def blockwise_matrix_views(
-    matrix_views: Sequence[MatrixView], shape: tuple[int, ...], cut: TensorCut
+    matrix_views: Sequence[MatrixView], shape: tuple[int, ...], slices: TensorSlices
 ) -> list[tuple[MatrixView, MatrixView]]:
-    """Each matrix view's part of each slice, as a matrix view of the whole parameter and beside the matrix view it is
-    part of; slice by slice.
+    """Each matrix view's part of each slice, as a matrix view of the parameter, with the matrix view that it is part of.
 
     Raises:
-        UnavailableModeError: a part is not a run of one dimension.
+        UnavailableModeError: a part is no span of one dimension.
     """
     return [
         (_block(matrix_view, shape, region, t), matrix_view)
-        for t, regions in enumerate(cut.regions)
+        for t, regions in enumerate(slices.regions)
         for region in regions
         for matrix_view in matrix_views
         if _restricted(matrix_view, shape, region) is not None
@@ -195,136 +235,80 @@ def _block(matrix_view: MatrixView, shape: tuple[int, ...], region: Region, t: i
     return replace(part, dim=dim, start=start, stop=min(stop, b), step=step)
 
 
-def distributed_cuts(
-    matrix_views: Sequence[MatrixView], shape: tuple[int, ...], cut: TensorCut
+def sliced_dims(
+    matrix_views: Sequence[MatrixView], shape: tuple[int, ...], slices: TensorSlices
 ) -> tuple[bool, list[int | None]]:
-    """``(recut, dims)``: whether slices have to be exchanged first, and which side of each matrix view is then cut.
+    """``(recut, dims)``: whether slices have to be exchanged first, and which dimension of each matrix view is then sliced.
 
     Raises:
         UnavailableModeError: the matrix views cannot be transformed in slices; the message says why.
     """
-    dims: list[int | None] = [None] * len(matrix_views)
-    for regions in cut.regions:
-        for u, matrix_view in enumerate(matrix_views):
-            pieces = [piece for region in regions if (piece := _restricted(matrix_view, shape, region)) is not None]
-            if len(pieces) > 1:
-                raise UnavailableModeError("a slice has several runs of one matrix")
-            for piece in pieces:
-                dims[u] = piece.dim if piece.dim is not None else dims[u]
-    wrong = [
-        u
-        for u, dim in enumerate(dims)
-        if dim is not None and matrix_views[u].shape[dim] < max(matrix_views[u].shape[1:])
-    ]
-    if not wrong:
+    dims: list[int | None] = []
+    for matrix_view in matrix_views:
+        found = _view_slices(matrix_view, shape, slices)
+        if len({part.number for part in found}) < len(found):
+            raise UnavailableModeError("a slice has several runs of one matrix")
+        dims.append(next((part.dim for part in reversed(found) if part.dim is not None), None))
+    short = [u for u, dim in zip(matrix_views, dims) if dim is not None and u.shape[dim] < max(u.shape[1:])]
+    if not short:
         return False, dims
     if len(matrix_views) > 1 or matrix_views[0].batch or len(shape) != 2:
         raise UnavailableModeError("several matrices in one parameter are cut along their short side")
-    if max(shape) < cut.size:
+    if max(shape) < slices.size:
         raise UnavailableModeError(
             "it is cut along its short side, and the long one has fewer rows than there are ranks"
         )
-    return True, [_long_dim(matrix_views[0])]
-
-
-def _long_dim(matrix_view: MatrixView) -> int:
-    """The side along which :func:`~hf_emopt.distributed.cutting.recut` cuts: the first unless the other is longer."""
-    dim = 0 if matrix_view.view[0] >= matrix_view.view[1] else 1
-    return -2 if dim in matrix_view.rows else -1
+    return True, [long_side(matrix_views[0])[1]]
 
 
 # ---------------------------------------------------------------------- owned regions
 
 
-def owned_regions_of(parameter: PlannedParameter, loads: dict[int, int]) -> list[OwnedRegion]:
-    """Who transforms what of a parameter that has an arrangement.
+def owned_regions_of(parameter: PlannedParameter, ranks: tuple[int, ...]) -> list[OwnedRegion]:
+    """Which rank transforms which region of a parameter that has a tensor-parallel mode.
 
     Args:
-        loads: operations that each rank has already; the ranks of the least loaded column are chosen.
+        ranks: rank index of the owner of each slice.
     """
-    arrangement, storage = parameter.arrangement, parameter.storage
-    assert isinstance(arrangement, Arrangement)
-    columns = arrangement.cut.columns(storage)
-    column = min(columns, key=lambda c: (max(loads[storage.rank(p)] for p in c), c))
-    cost = sum(arrangement.costs)
-    if arrangement.mode == "duplicated":
+    how = parameter.tensor_parallel
+    assert how is not None
+    if how.mode == "duplicated":
+        whole, cost = full_region(parameter.storage.shape), sum(how.costs)
         return [
-            OwnedRegion(
-                0,
-                full_region(storage.shape),
-                owner,
-                parameter.matrix_views,
-                cost,
-                copy=t > 0,
-                gives=arrangement.cut.regions[t],
-            )
-            for t, owner in enumerate(column)
+            OwnedRegion(0, whole, owner, parameter.matrix_views, cost, copy=t > 0, gives=how.slices.regions[t])
+            for t, owner in enumerate(ranks)
         ]
-    if arrangement.mode == "distributed":
-        if arrangement.recut:
-            return recut(parameter, column, cost, arrangement.methods[0])
-        return _distributed(parameter, arrangement, column)
-    return _blockwise(parameter, arrangement, column)
-
-
-def _distributed(parameter: PlannedParameter, arrangement: Arrangement, column: tuple[int, ...]) -> list[OwnedRegion]:
-    matrix_views, shape = parameter.matrix_views, parameter.storage.shape
-    places = [(t, region) for t, regions in enumerate(arrangement.cut.regions) for region in regions]
-    pieces = {
-        (t, region, u): _restricted(matrix_view, shape, region)
-        for t, region in places
-        for u, matrix_view in enumerate(matrix_views)
-    }
-    cuts: list[Cut | None] = []
-    for u, matrix_view in enumerate(matrix_views):
-        sharing = [(t, piece) for (t, _, v), piece in pieces.items() if v == u and piece is not None]
-        if len(sharing) < 2:
-            cuts.append(None)
-            continue
-        dim = next(piece.dim for _, piece in sharing if piece.dim is not None)
-        spans = tuple(piece.span for _, piece in sharing)
-        compute_group = tuple(column[t] for t, _ in sharing)
-        cuts.append(
-            Cut((matrix_view.shape[1], matrix_view.shape[2]), dim, spans, compute_group, arrangement.methods[u])
-        )
+    if how.recut:
+        return parameter.owned_slices(ranks, sum(how.costs), how.methods[0])
+    sliced: list[list[_ViewSlice]] = []
+    slicings: list[Slicing | None] = []
+    for u, matrix_view in enumerate(parameter.matrix_views):
+        found = _view_slices(matrix_view, parameter.storage.shape, how.slices)
+        if how.mode == "blockwise":  # matrix views are those of the slices
+            found = [part for part in found if matrix_view.name.endswith(f"[{part.number}]")]
+            slicings.append(Slicing(parameter.whole_shapes[u], -2, (), ()))
+        elif len(found) < 2:
+            slicings.append(None)
+        else:
+            dim = next(part.dim for part in found if part.dim is not None)
+            compute_group = tuple(ranks[part.number] for part in found)
+            spans = tuple(part.span for part in found)
+            slicings.append(Slicing(matrix_view.shape[1:], dim, spans, compute_group, how.methods[u]))
+        sliced.append(found)
     owned_regions = []
-    for t, region in places:
-        mine = [(u, piece) for u in range(len(matrix_views)) if (piece := pieces[t, region, u]) is not None]
-        if mine:
-            owned_regions.append(
-                OwnedRegion(
-                    0,
-                    region,
-                    column[t],
-                    tuple(piece.matrix_view for _, piece in mine),
-                    sum(arrangement.costs[u] for u, _ in mine),
-                    indices=tuple(u for u, _ in mine),
-                    cuts=tuple(cuts[u] for u, _ in mine),
-                )
-            )
-    return owned_regions
-
-
-def _blockwise(parameter: PlannedParameter, arrangement: Arrangement, column: tuple[int, ...]) -> list[OwnedRegion]:
-    """Of a parameter whose matrix views are the slices' already."""
-    owned_regions, shape = [], parameter.storage.shape
-    for t, regions in enumerate(arrangement.cut.regions):
+    for t, regions in enumerate(how.slices.regions):
         for region in regions:
-            mine = []
-            for u, matrix_view in enumerate(parameter.matrix_views):
-                piece = _restricted(matrix_view, shape, region) if matrix_view.name.endswith(f"[{t}]") else None
-                if piece is not None:
-                    mine.append((u, piece.matrix_view))
-            if mine:
+            here = {u: part for u, found in enumerate(sliced) for part in found if part.region == region}
+            if here:
                 owned_regions.append(
                     OwnedRegion(
                         0,
                         region,
-                        column[t],
-                        tuple(matrix_view for _, matrix_view in mine),
-                        sum(arrangement.costs[u] for u, _ in mine),
-                        indices=tuple(u for u, _ in mine),
-                        cuts=tuple(Cut(parameter.whole_shapes[u], -2, (), ()) for u, _ in mine),
+                        ranks[t],
+                        tuple(part.matrix_view for part in here.values()),
+                        sum(how.costs[u] for u in here),
+                        indices=tuple(here),
+                        slicings=tuple(slicings[u] for u in here),
                     )
                 )
     return owned_regions

@@ -180,7 +180,7 @@ class BucketMembers:
         return [Clock((1,) * batch.count) for batch in self.batches]
 
     def _shard(self, batch: Batch) -> Shard | None:
-        cut = batch.cut
+        cut = batch.slicing
         if cut is None or not cut.compute_group:
             return None
         rank = cut.compute_group.index(self.grid.position)

@@ -254,7 +254,7 @@ class BucketStep:
     def _call_rule(self, b: int, x: Tensor, matrix_state: State) -> tuple[Tensor, float]:
         members, rule, group, ok = self.members, self.rule, self.group, self.ok
         batch, clock = members.batches[b], self._clock(b) if rule.scheduled else members.first_clocks[b]
-        cut, counted, scale = batch.cut, not batch.copy, 1.0
+        cut, counted, scale = batch.slicing, not batch.copy, 1.0
         if members.kernels and self._defers_scale(b):
             out, scale = rule.transform_unscaled(x, matrix_state, group, ok, clock)
         elif cut is None:
@@ -291,7 +291,7 @@ class BucketStep:
     def _defers_scale(self, b: int) -> bool:
         """Whether the updates of a batch leave the transform without their scale, for the next pass to multiply by."""
         members = self.members
-        return members.whole[b] and members.batches[b].cut is None and self.rule.defers_scale(self.group)
+        return members.whole[b] and members.batches[b].slicing is None and self.rule.defers_scale(self.group)
 
     def _empty_stacks(self, dtype: torch.dtype, arriving: torch.dtype | None = None) -> list[Tensor]:
         """Tensors to be filled with the transform's inputs: the members' stacks; where there are none, a tensor for each

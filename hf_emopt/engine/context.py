@@ -16,7 +16,7 @@ from hf_emopt.distributed.exchange import Arrival
 from hf_emopt.distributed.layout import compute_device
 from hf_emopt.distributed.plan import Batch, Bucket, OwnedRegion, Plan
 from hf_emopt.distributed.rank_groups import RankGroups, StepVerdict
-from hf_emopt.distributed.refresh_slots import Matrix, matrix_of, plan_slots
+from hf_emopt.distributed.refresh_steps import Matrix, matrix_of, plan_refresh_steps
 from hf_emopt.engine.stopwatch import Stopwatch
 from hf_emopt.formats.moments import is_moment
 from hf_emopt.formats.rounding_noise import moment_noise
@@ -58,7 +58,7 @@ class RefreshSchedule:
         """Assigns refresh steps again when a period has changed: a step past the new period would never come."""
         periods = tuple([self._rule.period(group) for group in self._groups if group["kind"] == "matrix"])
         if periods != self._periods:
-            self.steps, self._periods = plan_slots(self._plan, self._groups, self._rule), periods
+            self.steps, self._periods = plan_refresh_steps(self._plan, self._groups, self._rule), periods
 
     def of(self, bucket: Bucket, owned_region: OwnedRegion, matrix_view: int, b: int) -> tuple[int, ...]:
         """Refresh steps of the pieces of a matrix, the ``b``-th of a matrix view."""

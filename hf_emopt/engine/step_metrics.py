@@ -204,12 +204,12 @@ class StepMetrics:
         """How far the updates of a batch are from orthogonal."""
         members = bucket_step.members
         batch = members.batches[b]
-        whole = batch.shape if batch.cut is None else batch.cut.full_shape
+        whole = batch.shape if batch.slicing is None else batch.slicing.full_shape
         gain = bucket_step.rule.update_gain(*whole, bucket_step.group)
         if gain is None:
             return
         total = None
-        if batch.cut is not None and batch.cut.compute_group:
+        if batch.slicing is not None and batch.slicing.compute_group:
             shard = members.shards[b]
             assert shard is not None
             total = self.stopwatch.reduction(shard.sum)
@@ -404,13 +404,13 @@ def _orthogonality_error(x: Tensor, scale: float, batch: Batch, total: Any) -> T
     Returns:
         ``None`` where slices along the shorter side have no Gram matrix to add up.
     """
-    m, n = batch.shape if batch.cut is None or not batch.cut.compute_group else batch.cut.full_shape
+    m, n = batch.shape if batch.slicing is None or not batch.slicing.compute_group else batch.slicing.full_shape
     side = min(m, n)
     if side == 0:
         return None
-    if total is not None and batch.cut is not None and side == (m if batch.cut.dim == -2 else n) and m != n:
+    if total is not None and batch.slicing is not None and side == (m if batch.slicing.dim == -2 else n) and m != n:
         return None
-    columns = n < m if total is None or m != n else batch.cut is not None and batch.cut.dim == -2
+    columns = n < m if total is None or m != n else batch.slicing is not None and batch.slicing.dim == -2
     errors = []
     for part in x.split(max(1, _CHUNK_NUMEL // (m * n))):
         wide = part.to(torch.promote_types(part.dtype, torch.float32)) * scale

@@ -13,12 +13,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from hf_emopt.linalg.coefficients import CoefficientSpec, ResolvedCoefficients, resolve_coefficients
+from hf_emopt.linalg.cost import Form, Method, cheapest_form
 from hf_emopt.linalg.gram_newton_schulz import (
     _apply,
     _owned_region,
@@ -37,115 +37,11 @@ from hf_emopt.linalg.newton_schulz import (
 )
 from hf_emopt.linalg.symmetric_products import add_product, gram, symmetric_polynomial
 
-__all__ = [
-    "Method",
-    "Reduce",
-    "ShardedCost",
-    "newton_schulz_sharded",
-    "newton_schulz_sharded_flops",
-    "sharded_cost",
-    "sharded_seconds",
-]
+__all__ = ["Method", "Reduce", "newton_schulz_sharded"]
 
 Reduce = Callable[[Tensor], Tensor]
 """Reduces a contiguous tensor elementwise over the ranks that share a matrix, in place or not, and returns the result,
 which must have the same bits on all of them."""
-
-Form = Literal["polynomial", "gram_twice", "shared_polynomial"]
-
-Method = Literal["standard", "gram"]
-"""The iteration on the matrix, or on its Gram matrix."""
-
-# An element of an s x s exchange has to save this many operations: on an H100, 600 TFLOP/s of products against
-# 300 GB/s of all-reduce make two bytes, of which half travel and travel twice, worth about 4,000.
-_EXCHANGE_FLOPS = 4096
-
-
-def _cheapest_form(short: int, long: int, parts: int) -> tuple[Form, int]:
-    """How a step is done, and its operations on the rank with the longest slice; depends on whole shapes only.
-
-    With ``l`` columns on the rank, the Gram matrix is ``2 s^2 l`` in each of
-
-    * ``"polynomial"``: ``b A + c A A`` on every rank and one product: ``2 s^3 + 2 s^2 l``;
-    * ``"gram_twice"``: ``(b X + c A X)`` and ``A`` times that: ``4 s^2 l``, which falls with ``l`` alone;
-    * ``"shared_polynomial"``: each rank computes its part of the rows of ``b A + c A A``, which are exchanged:
-      ``2 s^3 / k + 2 s^2 l``, where the saving is worth the exchange.
-    """
-    columns, rows = -(-long // parts), -(-short // parts)
-    base = 2 * short * short * columns
-    flops: dict[Form, int] = {
-        "polynomial": base + 2 * short**3 + base,
-        "gram_twice": base + 2 * base,
-        "shared_polynomial": base + 2 * short * short * rows + base,
-    }
-    price = {"shared_polynomial": _EXCHANGE_FLOPS * short * short}
-    form = min(flops, key=lambda name: flops[name] + price.get(name, 0))
-    return form, flops[form]
-
-
-def newton_schulz_sharded_flops(m: int, n: int, parts: int, steps: int = 5) -> int:
-    """FLOPs of each of ``parts`` ranks (of the one with the longest slice) to orthogonalize one ``(m, n)`` matrix.
-
-    Counted as :func:`~hf_emopt.linalg.newton_schulz.newton_schulz_flops` counts, and equal to it for one part. Square
-    matrices scale as ``1 / parts``; others up to half as much again is spent, or an exchange more.
-    """
-    return steps * _cheapest_form(min(m, n), max(m, n), parts)[1]
-
-
-@dataclass(frozen=True)
-class ShardedCost:
-    """What one rank computes and what it adds up with the others, for one matrix.
-
-    Attributes:
-        flops: of the rank with the longest slice.
-        reductions: elements of each all-reduce of float32 numbers (float64 for that dtype), apart from the exchange below.
-        exchanged: elements of each all-reduce in the dtype of the products.
-    """
-
-    flops: int
-    reductions: tuple[int, ...]
-    exchanged: tuple[int, ...] = ()
-
-    @property
-    def messages(self) -> int:
-        return len(self.reductions) + len(self.exchanged)
-
-    @property
-    def bytes(self) -> int:
-        """In the buffers of all-reduces, with products in 16 bits."""
-        return 4 * sum(self.reductions) + 2 * sum(self.exchanged)
-
-
-def sharded_cost(
-    m: int, n: int, parts: int, steps: int = 5, coefficients: CoefficientSpec = "jordan", method: Method = "standard"
-) -> ShardedCost:
-    """What :func:`newton_schulz_sharded` costs for one ``(m, n)`` matrix with ``"scale_free"`` normalization.
-
-    Products are counted as general ones, also where kernels compute half of a symmetric result.
-    """
-    short, long = min(m, n), max(m, n)
-    triangle = short * (short + 1) // 2
-    if method == "standard":
-        form, flops = _cheapest_form(short, long, parts)
-        exchanged = (triangle,) * steps if form == "shared_polynomial" else ()
-        return ShardedCost(steps * flops, (1, 1) + (triangle,) * steps, exchanged)
-    resolved = resolve_coefficients(coefficients, steps)
-    owned_regions = len(find_restart_steps(resolved.steps)) + 1
-    square = steps + 3 * (steps - owned_regions)  # P of each step; Q and R where an owned region goes on
-    flops = owned_regions * 4 * short * short * -(-long // parts) + 2 * square * short**3
-    return ShardedCost(flops, (2 * parts,) + (triangle,) * owned_regions)
-
-
-# One H100 with NVLink: products in 16 bits, bytes of an all-reduce as they leave a rank, and the start of a message.
-FLOPS_PER_SECOND = 600e12
-BYTES_PER_SECOND = 300e9
-SECONDS_PER_MESSAGE = 2e-5
-
-
-def sharded_seconds(cost: ShardedCost, parts: int) -> float:
-    """Time of one matrix: its operations, the bytes of its all-reduces (each number leaves and returns), and their start."""
-    travel = 2 * (parts - 1) / parts * cost.bytes / BYTES_PER_SECOND
-    return cost.flops / FLOPS_PER_SECOND + travel + SECONDS_PER_MESSAGE * cost.messages
 
 
 @dataclass(frozen=True)
@@ -234,7 +130,7 @@ def newton_schulz_sharded(
         The slice of the result, shaped as ``x``, in ``dtype``. As with the whole matrix, zeros give zeros, and a NaN or an
         infinity anywhere makes all of its matrix non-finite, on every rank.
 
-    Per step and rank: the products of :func:`newton_schulz_sharded_flops`; one all-reduce of ``s (s + 1) / 2`` elements
+    Per step and rank: the products that :mod:`hf_emopt.linalg.cost` counts; one all-reduce of ``s (s + 1) / 2`` elements
     (the lower triangle of the Gram matrix, in float32, or float64 for that dtype), and where it pays a second one in
     ``dtype``. Once: one number per matrix for the norm and one for the peak; a Gram matrix more for row rescaling. The Gram
     form: the all-reduce at the start and at each restart alone, and once ``2 parts`` numbers per matrix.
@@ -271,7 +167,7 @@ def newton_schulz_sharded(
         return _gram_form(matrices, dim == -2, resolved, dtype, all_reduce, parts, index).reshape(x.shape)
     y = matrices.mT if dim == -2 else matrices
     short, long = min(full_shape), max(full_shape)
-    form = _cheapest_form(short, long, parts)[0]
+    form = cheapest_form(short, long, parts)[0]
     part = _Slice(short, long, start, start + x.shape[dim], form, all_reduce, all_reduce_max)
     if normalization == "scale_free":
         y = _normalize_scale_free(y, part, resolved, dtype)

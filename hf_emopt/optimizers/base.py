@@ -139,7 +139,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
             }
         )
         self.rule = rule
-        self._modes = ModeOverrides(tensor_parallel_modules, rule.tensor_parallel_modes)
+        self.mode_overrides = ModeOverrides(tensor_parallel_modules, rule.tensor_parallel_modes)
         self._choices: list[Choice] = []
         self.skip_nonfinite = skip_nonfinite
         self.transport_dtype = transport_name(transport_dtype)
@@ -191,7 +191,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._routes = list(table)
         if not table.matrices and not allow_no_matrices:
             raise ValueError(no_matrices_message(table, rule.name, self.matrix_option))
-        self._modes.check_matched([route.name for route in table.matrices])
+        self.mode_overrides.check_matched([route.name for route in table.matrices])
         message = coverage_warning(table) if table.matrices else None
         if message:
             warnings.warn(message.replace("matrix_modules", self.matrix_option), stacklevel=3)
@@ -607,14 +607,16 @@ class MatrixOptimizer(torch.optim.Optimizer):
         """
         snapshot = self._cost_snapshot if cost_snapshot is None else cost_snapshot
         planned, self._choices = planned_matrices(
-            self.rule, self.param_groups, grids, self._modes, self.transport_dtype, snapshot
+            self.rule, self.param_groups, grids, self.mode_overrides, self.transport_dtype, snapshot
         )
         return planned
 
     def matrix_views_of_slices(self) -> dict[str, tuple[MatrixView, ...]]:
         """For parameters whose slices are matrices of their own, these matrices."""
         groups = [g for g in self.param_groups if g["kind"] == "matrix"]
-        if not any(self._modes.mode(n, g["tensor_parallel"]) == "blockwise" for g in groups for n in g["param_names"]):
+        if not any(
+            self.mode_overrides.mode(n, g["tensor_parallel"]) == "blockwise" for g in groups for n in g["param_names"]
+        ):
             return {}
         return {p.name: p.matrix_views for p in self.planned_parameters(self._grids()) if p.whole_shapes}
 

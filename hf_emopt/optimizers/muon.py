@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hf_emopt.distributed.arrangement import TensorParallel
 from hf_emopt.distributed.layout import ProcessGroupArgument
+from hf_emopt.distributed.plan import TensorParallel
 from hf_emopt.formats.master_weights import LowPrecisionWeights
 from hf_emopt.formats.moments import StateDtype
 from hf_emopt.optimizers.base import MatrixOptimizer

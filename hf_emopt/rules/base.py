@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from hf_emopt.linalg.newton_schulz_sharded import ShardedCost
+from hf_emopt.linalg.cost import Method, ShardedCost
 from hf_emopt.rules.lora_pairs import Factor
 
 if TYPE_CHECKING:
@@ -288,9 +288,7 @@ class MatrixRule(ABC):
         """
         return self.cost(m, n, group)
 
-    def shard_work(
-        self, m: int, n: int, k: int, dim: int, group: Group
-    ) -> tuple[Literal["standard", "gram"], ShardedCost]:
+    def shard_work(self, m: int, n: int, k: int, dim: int, group: Group) -> tuple[Method, ShardedCost]:
         """The better method of :meth:`transform_shard` for one ``m x n`` matrix on ``k`` ranks, and what it costs.
 
         Args:

@@ -16,15 +16,9 @@ import torch
 from torch import Tensor
 
 from hf_emopt.linalg.coefficients import resolve_coefficients
+from hf_emopt.linalg.cost import Method, ShardedCost, sharded_cost
 from hf_emopt.linalg.newton_schulz import newton_schulz, newton_schulz_flops
-from hf_emopt.linalg.newton_schulz_sharded import (
-    Method,
-    ShardedCost,
-    newton_schulz_sharded,
-    newton_schulz_sharded_flops,
-    sharded_cost,
-    sharded_seconds,
-)
+from hf_emopt.linalg.newton_schulz_sharded import newton_schulz_sharded
 from hf_emopt.rules.base import Clock, Group, MatrixRule, Shard, state_dtype
 from hf_emopt.rules.lora_pairs import Factor, pair_update
 from hf_emopt.rules.validation import check_choice, check_flags, check_number, check_whole
@@ -346,7 +340,7 @@ class MuonRule(MatrixRule):
     def shard_cost(self, m: int, n: int, k: int, group: Group) -> int:
         if not self.can_shard(group):
             return self.cost(m, n, group)
-        return newton_schulz_sharded_flops(m, n, k, group["ns_steps"])
+        return sharded_cost(m, n, k, group["ns_steps"]).flops
 
     def shard_work(self, m: int, n: int, k: int, dim: int, group: Group) -> tuple[Method, ShardedCost]:
         if not self.can_shard(group):
@@ -357,7 +351,7 @@ class MuonRule(MatrixRule):
         work = {
             method: sharded_cost(m, n, k, group["ns_steps"], group["ns_coefficients"], method) for method in methods
         }
-        best = min(methods, key=lambda method: sharded_seconds(work[method], k))
+        best = min(methods, key=lambda method: work[method].on(k).seconds)
         return best, work[best]
 
     def describe(self, group: Group) -> str:

@@ -97,7 +97,7 @@ def test_elements_received_are_those_counted_below_torch(two: World, layout: str
     model = llama("meta")
     optimizer = build(model, "muon")
     placed = place(optimizer, Layout(layout, 2), model)
-    matrices, others = bucket_amounts(placed.plan, 2), bucket_amounts(placed.aux_plan, 2)
+    matrices, others = ([bucket_amounts(b, 2, 2) for b in plan.buckets] for plan in (placed.plan, placed.aux_plan))
     for real in two.run(stepped, rule="muon", layout=layout, dtype="float32"):
         predicted = sum(float((b.sent + b.returned + b.shared)[real["rank"]]) for b in matrices)
         predicted += sum(float(b.shared[real["rank"]]) for b in others)

@@ -11,9 +11,10 @@ from torch import Tensor
 
 import hf_emopt.linalg.newton_schulz_sharded as module
 from hf_emopt.linalg.coefficients import NS_COEFFICIENTS, resolve_coefficients
+from hf_emopt.linalg.cost import cheapest_form, sharded_cost
 from hf_emopt.linalg.gram_newton_schulz import find_restart_steps
 from hf_emopt.linalg.newton_schulz import newton_schulz, newton_schulz_flops
-from hf_emopt.linalg.newton_schulz_sharded import newton_schulz_sharded, newton_schulz_sharded_flops
+from hf_emopt.linalg.newton_schulz_sharded import newton_schulz_sharded
 
 FORMS = ("polynomial", "gram_twice", "shared_polynomial")
 SHAPES = [(33, 70), (70, 33), (31, 31), (1, 9), (9, 1)]
@@ -28,7 +29,7 @@ def _seed() -> None:
 @pytest.fixture(params=FORMS)
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Each order of products, whatever would be cheapest for matrices of a test's size."""
-    monkeypatch.setattr(module, "_cheapest_form", lambda short, long, parts: (request.param, 0))
+    monkeypatch.setattr(module, "cheapest_form", lambda short, long, parts: (request.param, 0))
     return request.param
 
 
@@ -231,26 +232,26 @@ class TestFlops:
                 start=0,
                 parts=parts,
             )
-        counted = newton_schulz_sharded_flops(m, n, parts)
+        counted = sharded_cost(m, n, parts).flops
         if coefficients == "cubic5":
             assert counter.get_total_flops() <= counted
         else:
             short, rows = min(shape), -(-min(shape) // parts)
             # Rows of the polynomial are shared by rounding bounds down, so the first rank may have one row less.
-            shared = module._cheapest_form(min(shape), max(shape), parts)[0] == "shared_polynomial"
+            shared = cheapest_form(min(shape), max(shape), parts)[0] == "shared_polynomial"
             less = 5 * 2 * short * short * (rows - bounds[1] * short // max(shape)) if shared else 0
             assert counter.get_total_flops() == counted - less
 
     def test_figures(self) -> None:
-        assert newton_schulz_sharded_flops(64, 200, 1) == newton_schulz_flops(64, 200)
+        assert sharded_cost(64, 200, 1).flops == newton_schulz_flops(64, 200)
         for k in (2, 4, 8):
-            assert newton_schulz_sharded_flops(4096, 4096, k) * k == newton_schulz_flops(4096, 4096)
+            assert sharded_cost(4096, 4096, k).flops * k == newton_schulz_flops(4096, 4096)
             # Rows of the polynomial are shared where that saves work worth its bytes ...
-            assert newton_schulz_sharded_flops(8192, 28672, k) * k <= 1.32 * newton_schulz_flops(8192, 28672)
-        assert newton_schulz_sharded_flops(8192, 28672, 4) * 4 == newton_schulz_flops(8192, 28672)
+            assert sharded_cost(8192, 28672, k).flops * k <= 1.32 * newton_schulz_flops(8192, 28672)
+        assert sharded_cost(8192, 28672, 4).flops * 4 == newton_schulz_flops(8192, 28672)
         # ... and not in small matrices, which pay with a third product on the slice.
-        assert newton_schulz_sharded_flops(3072, 1024, 4) == 5 * 6 * 768 * 1024**2
-        assert newton_schulz_sharded_flops(3072, 1024, 2) == 5 * (4 * 1536 * 1024**2 + 2 * 1024**3)
+        assert sharded_cost(3072, 1024, 4).flops == 5 * 6 * 768 * 1024**2
+        assert sharded_cost(3072, 1024, 2).flops == 5 * (4 * 1536 * 1024**2 + 2 * 1024**3)
 
 
 class TestRefusals:
@@ -333,7 +334,7 @@ class TestGramForm:
     def test_gram_matrices_are_summed_at_the_start_and_at_restarts(self, steps: int) -> None:
         compute_group = ComputeGroup(3)
         gram_form(torch.randn(2, 20, 50), -1, 3, "even", compute_group, dtype=torch.float32, steps=steps)
-        cost = module.sharded_cost(20, 50, 3, steps, method="gram")
+        cost = sharded_cost(20, 50, 3, steps, method="gram")
         assert [numel for _, _, numel in compute_group.calls] == [2 * numel for numel in cost.reductions]
         restarts = find_restart_steps(resolve_coefficients("jordan", steps).steps)
         assert len(cost.reductions) == 2 + len(restarts) <= 2 + steps // 2
@@ -368,7 +369,7 @@ class TestGramForm:
                     torch.empty(size, device="meta"), dim, lambda t: t, (m, n), dtype=torch.float32, start=0,
                     all_reduce_max=lambda t: t, parts=parts, method="gram", index=0,
                 )  # fmt: skip
-            assert counter.get_total_flops() == module.sharded_cost(m, n, parts, method="gram").flops
+            assert counter.get_total_flops() == sharded_cost(m, n, parts, method="gram").flops
 
     @pytest.mark.parametrize(
         ("options", "message"),

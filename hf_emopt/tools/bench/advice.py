@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from hf_emopt.distributed.assignment import BUCKET_VARIABLE
-from hf_emopt.distributed.planner import planned_sizes
+from hf_emopt.distributed.assignment import BUCKET_VARIABLE, planned_sizes
 from hf_emopt.tools.bench.step import Maker, Row, Settings, attempt, counted
 from hf_emopt.tools.bench.step_optimizers import MATRIX_OPTIMIZERS
 

@@ -1,10 +1,12 @@
-"""What each rank holds, computes on and receives, counted from plans; arrays have one number a rank."""
+"""Elements that each rank holds, transforms and receives, and its bytes of memory, counted from plans.
+
+Arrays have one number a rank.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -12,13 +14,13 @@ import numpy as np
 import torch
 
 from hf_emopt.distributed.layout import Region, Storage, full_region
-from hf_emopt.distributed.owned_regions import Cut
-from hf_emopt.distributed.plan import Bucket, Plan
+from hf_emopt.distributed.plan import Bucket, Slicing
 from hf_emopt.optimizers.base import MatrixOptimizer
+from hf_emopt.rules.base import Group
 from hf_emopt.state.forms import elementwise_state, matrix_state
 from hf_emopt.tools.forecast.layouts import Placed
 
-__all__ = ["Array", "BucketAmounts", "Kind", "Memory", "bucket_amounts", "memory", "spread"]
+__all__ = ["Array", "BucketAmounts", "Kind", "Memory", "bucket_amounts", "held", "memory", "spread"]
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -44,13 +46,15 @@ def _overlaps(storage: Storage, given: tuple[Region, ...]) -> Array:
 
 
 def held(storage: Storage) -> Array:
-    """Elements of each position ``(replicas, shards)``."""
+    """Elements that each rank index holds, ``(replicas, shards)``."""
     return np.tile(_overlaps(storage, (full_region(storage.shape),)), (storage.replicas, 1))
 
 
 def spread(storage: Storage, amounts: Array, world_size: int) -> Array:
-    """From positions ``(replicas, shards)`` to ranks. What the ranks of one tensor-parallel column share among themselves,
-    those of the other columns do likewise."""
+    """From rank indices ``(replicas, shards)`` to ranks.
+
+    A parameter that fewer ranks share has copies on the others, which are like them.
+    """
     if storage.world_size < world_size:
         return np.repeat(amounts.reshape(-1), world_size // storage.world_size)
     result = np.zeros(world_size)
@@ -58,29 +62,21 @@ def spread(storage: Storage, amounts: Array, world_size: int) -> Array:
     return result
 
 
-@dataclass(frozen=True)
-class Kind:
-    """Matrices of one shape that are transformed in one call.
-
-    Attributes:
-        shape: ``(m, n)`` of each, of the slice where they are cut.
-        cut: how they are cut over a compute group, if they are.
-    """
-
-    shape: tuple[int, int]
-    cut: Cut | None = None
+Kind = tuple[tuple[int, int], Slicing | None]
+"""Matrices that are transformed in one call: ``(m, n)`` of each matrix or slice, and how matrices are sliced."""
 
 
 @dataclass
 class BucketAmounts:
-    """One bucket; elements.
+    """Elements of one bucket.
 
     Attributes:
-        bucket: itself.
-        batches: for each position of a rank that owns something, the matrices of each kind.
-        owned: what a rank transforms.
-        local: what it holds.
-        sent, returned, shared: received by a rank in the three collectives, its own part of an all-to-all counted.
+        bucket: the bucket.
+        batches: the matrices of each kind, by the rank index of their owner.
+        owned: elements that a rank transforms.
+        local: elements that it holds.
+        sent, returned, shared: elements that a rank receives in the three collectives, its own part of an all-to-all counted.
+        width: bytes of an element that travels.
     """
 
     bucket: Bucket
@@ -89,15 +85,12 @@ class BucketAmounts:
     local: Array
     sent: Array
     returned: Array
-    shared: Array = field(default_factory=lambda: np.zeros(1))
+    shared: Array
+    width: int
 
 
-def bucket_amounts(plan: Plan, world_size: int) -> list[BucketAmounts]:
-    """Amounts of every bucket of a plan."""
-    return [_amounts(bucket, world_size) for bucket in plan.buckets]
-
-
-def _amounts(bucket: Bucket, world_size: int) -> BucketAmounts:
+def bucket_amounts(bucket: Bucket, world_size: int, width: int) -> BucketAmounts:
+    """Amounts of a bucket, of which ``width`` bytes an element travel."""
     grid = bucket.storage
     shape = (grid.replicas, grid.shards)
     batches: dict[int, dict[Kind, int]] = defaultdict(lambda: defaultdict(int))
@@ -107,17 +100,17 @@ def _amounts(bucket: Bucket, world_size: int) -> BucketAmounts:
         where = divmod(s.owner, grid.shards)
         owned[where] += s.numel
         for u, matrix_view in enumerate(s.matrix_views):
-            batches[s.owner][Kind(matrix_view.shape[1:], s.cut(u))] += matrix_view.shape[0]
+            batches[s.owner][matrix_view.shape[1:], s.slicing(u)] += matrix_view.shape[0]
         if bucket.sends:
             sent[where] += s.numel
-        parts = _overlaps(storage, (s.region,) if s.gives is None else s.gives)
+        parts = _overlaps(storage, s.results)
         if bucket.returns:
             returned[where[0]] += parts
         shared += parts
         shared[where[0]] -= parts
     local = sum((held(p.storage) for p in bucket.parameters), np.zeros(shape))
     owned, local, sent, returned, shared = (spread(grid, a, world_size) for a in (owned, local, sent, returned, shared))
-    return BucketAmounts(bucket, {k: dict(v) for k, v in batches.items()}, owned, local, sent, returned, shared)
+    return BucketAmounts(bucket, {k: dict(v) for k, v in batches.items()}, owned, local, sent, returned, shared, width)
 
 
 # ---------------------------------------------------------------------- memory
@@ -128,9 +121,9 @@ class Memory:
     """Bytes of each rank.
 
     Attributes:
-        weights, gradients: of everything that is trained, in the parameters' dtypes, and of frozen weights.
-        state: the optimizer's, as it allocates it in its first step.
-        adamw_state: of ``torch.optim.AdamW`` on the same layout.
+        weights, gradients: of trained parameters, in their dtypes; weights also of frozen ones.
+        state: of the optimizer's state after its first step.
+        adamw_state: of the state of ``torch.optim.AdamW`` on the same layout.
     """
 
     weights: Array
@@ -147,53 +140,40 @@ def memory(optimizer: MatrixOptimizer, placed: Placed, frozen_bytes: int = 0) ->
     """
     world, sharded = placed.layout.world_size, placed.layout.is_sharded
     weights, state, adamw = np.zeros(world), np.zeros(world), np.zeros(world)
-    groups = optimizer.param_groups
 
-    def count(storage: Storage, dtype: torch.dtype) -> Array:
+    def count(param: torch.Tensor, storage: Storage) -> Array:
         nonlocal weights, adamw
         numel = spread(storage, held(storage), world)
-        weights = weights + numel * dtype.itemsize
-        adamw = adamw + 2 * numel * dtype.itemsize + 4
+        weights = weights + numel * param.dtype.itemsize
+        adamw = adamw + 2 * numel * param.dtype.itemsize + 4
         return numel
 
-    for bucket in placed.plan.buckets:
-        group = groups[bucket.group]
-        amounts = np.zeros((bucket.storage.replicas, bucket.storage.shards))
-        for p in bucket.parameters:
-            param = group["params"][p.position]
-            numel = count(p.storage, param.dtype)
+    for bucket in (*placed.plan.buckets, *placed.aux_plan.buckets):
+        group = optimizer.param_groups[bucket.group]
+        params = [group["params"][p.position] for p in bucket.parameters]
+        each = [_bytes_each(optimizer, group, param) for param in params]
+        for p, param, bytes_each in zip(bucket.parameters, params, each):
+            numel = count(param, p.storage)
+            state = state + 4 + (8 if optimizer.rule.scheduled and p.matrix_views else 0)  # the counts of steps
             if sharded:
-                state = state + numel * _bytes_each(optimizer, param, bucket.group)
-            state = state + 4 + (8 if optimizer.rule.scheduled else 0)
+                state = state + numel * bytes_each
+        owned = np.zeros((bucket.storage.replicas, bucket.storage.shards))
         for s in bucket.owned_regions:
-            param = group["params"][bucket.parameters[s.parameter].position]
-            where = divmod(s.owner, bucket.storage.shards)
-            if not sharded:
-                amounts[where] += s.numel * _bytes_each(optimizer, param, bucket.group)
-            amounts[where] += sum(
-                _matrix_view_bytes(optimizer, matrix_view.shape, param.dtype, bucket.group)
-                for matrix_view in s.matrix_views
-            )
-        state = state + spread(bucket.storage, amounts, world)
-    for bucket in placed.aux_plan.buckets:
-        amounts = np.zeros((bucket.storage.replicas, bucket.storage.shards))
-        for p in bucket.parameters:
-            count(p.storage, groups[bucket.group]["params"][p.position].dtype)
-            state = state + 4
-        for s in bucket.owned_regions:
-            param = groups[bucket.group]["params"][bucket.parameters[s.parameter].position]
-            amounts[divmod(s.owner, bucket.storage.shards)] += s.numel * _bytes_each(optimizer, param, bucket.group)
-        state = state + spread(bucket.storage, amounts, world)
+            param, where = params[s.parameter], divmod(s.owner, bucket.storage.shards)
+            owned[where] += 0 if sharded else s.numel * each[s.parameter]
+            owned[where] += sum(_matrix_view_bytes(optimizer, group, u.shape, param.dtype) for u in s.matrix_views)
+        state = state + spread(bucket.storage, owned, world)
     for g, i, storage in placed.own:
-        param = groups[g]["params"][i]
-        state = state + count(storage, param.dtype) * _bytes_each(optimizer, param, g) + 4
+        group = optimizer.param_groups[g]
+        param = group["params"][i]
+        state = state + count(param, storage) * _bytes_each(optimizer, group, param) + 4
     shards = 1 if not sharded else placed.layout.shards if placed.layout.name == "hsdp" else world
     return Memory(weights + frozen_bytes / shards, weights.copy(), state, adamw)
 
 
-def _bytes_each(optimizer: MatrixOptimizer, param: torch.Tensor, group_index: int) -> float:
-    """Of state that is shaped as the parameter, for each element."""
-    group, like = optimizer.param_groups[group_index], torch.empty(param.shape, dtype=param.dtype, device="meta")
+def _bytes_each(optimizer: MatrixOptimizer, group: Group, param: torch.Tensor) -> float:
+    """Bytes of state for each element of a parameter, in tensors of the parameter's shape."""
+    like = torch.empty(param.shape, dtype=param.dtype, device="meta")
     state = elementwise_state(optimizer.rule, group, like, like.shape)
     return sum(t.nbytes for t in state.values()) / max(1, param.numel())
 
@@ -202,17 +182,12 @@ _matrix_view_sizes: dict[Any, int] = {}
 
 
 def _matrix_view_bytes(
-    optimizer: MatrixOptimizer, shape: tuple[int, int, int], dtype: torch.dtype, group_index: int
+    optimizer: MatrixOptimizer, group: Group, shape: tuple[int, int, int], dtype: torch.dtype
 ) -> int:
-    group = optimizer.param_groups[group_index]
+    """Bytes of matrix state of a matrix view."""
     plain = tuple(sorted((k, str(v)) for k, v in group.items() if k not in ("params", "param_names", "units")))
     key = (optimizer.rule.name, shape, dtype, plain)
     if key not in _matrix_view_sizes:
         like = torch.empty(0, dtype=dtype, device="meta")
         _matrix_view_sizes[key] = sum(t.nbytes for t in matrix_state(optimizer.rule, group, shape, like).values())
     return _matrix_view_sizes[key]
-
-
-def total(values: Sequence[Array], world_size: int) -> Array:
-    """Their sum, also of none."""
-    return sum(values, np.zeros(world_size))

@@ -1,8 +1,9 @@
-"""GPUs and networks by name: the numbers that predictions rest on, and where each comes from.
+"""GPUs and networks by name: the numbers that predictions rest on, and their sources.
 
 ``"datasheet"`` is the manufacturer's figure (NVIDIA A100 80GB, H100 SXM, H200 SXM, HGX B200; InfiniBand HDR and NDR), dense
 operations, one direction of a link. ``"measured"`` comes from ``benchmarks/results`` or from the kernel tables; ``"assumed"``
-is neither. What was fitted to steps of the optimizers is here too; bytes that follow from the code are in :mod:`.work`.
+is neither. Figures that were fitted to steps of the optimizers are here too; bytes that follow from the code are in
+:mod:`.work`.
 Products have no figure of their own where a table of measured kernels exists (:mod:`.products`).
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 __all__ = [
     "BASIS_CALL", "BASIS_SIDE", "EFFICIENCY", "FACTOR_BYTES", "FACTOR_BYTES_HALF", "GPUS", "HALF_CALL", "HALF_SIDE", "HOST",
@@ -94,14 +96,14 @@ class Efficiency:
     Attributes:
         memory: of the bandwidth, in elementwise passes. Measured: kernels of fused AdamW, 1.1 B parameters, DDP, two H200.
         memory_alone: the same of the passes of Muon where nothing travels. Measured: their kernels, one H200.
-        nvlink: of the link, in collectives that run beside products. Measured: those of Muon in the same call.
+        nvlink: of the link, in collectives that run during products. Measured: those of Muon in the same call.
         network: the same between nodes. Assumed.
         tf32: of the rate of TF32 products. Measured: 16 products of 2048, one H100.
         fp16: of the 16-bit rate, in products of SOAP and Shampoo with that precision, those of half a result counted as whole
             ones. Measured: 16 factors of 2048 (0.94) and as many general products (0.72), one H200.
         sustained: how much longer 16-bit products take once a card has done nothing else for ``boost_seconds``: its power is
-            limited. Fitted: whole orthogonalizations that take longer, beside their single products in the kernel table, to
-            which it belongs. Where it begins is assumed.
+            limited. Fitted: whole orthogonalizations that take longer than their single products in the kernel table, to
+            which the figure belongs. ``boost_seconds`` is assumed.
         model: of the 16-bit rate in forward and backward. Measured: Llamas of 1.1 B and 2.0 B, two H200, 0.30 and 0.39.
     """
 
@@ -129,10 +131,10 @@ class Host:
     H200. ``slice_ms``: Muon's step of 4b21a19 over tensor parallelism, on four.
 
     Attributes:
-        parameter_ms: of a matrix, before the first kernel: gradients are collected and looked at.
-        slice_ms: of a matrix that is sharded along two dimensions, besides.
-        bucket_ms: everything that a bucket needs but its transforms; so long does it take until the first kernel runs, too.
-        batch_ms: a batch of matrices: its look-ups and launches.
+        parameter_ms: of a matrix, before the first kernel: gradients are collected and checked.
+        slice_ms: in addition, of a matrix that is sharded along two dimensions.
+        bucket_ms: of a bucket without its transforms, and of the time before the first kernel runs.
+        batch_ms: of a batch of matrices: its look-ups and launches.
         adamw_ms: of fused AdamW, a plain parameter; ``adamw_sharded_ms`` a DTensor.
     """
 
@@ -147,15 +149,15 @@ class Host:
 HOST = Host()
 
 LAUNCH_SECONDS = 3e-6
-"""That the smallest kernel takes on the device; assumed."""
+"""The time of the smallest kernel on the device; assumed."""
 SOFTENING = 0.05
-"""Of measured products that are this far away, in powers of two, none decides alone; assumed."""
+"""Squared distance, in powers of two, within which no measured product decides alone; assumed."""
 UNFUSED = 3.3
-"""How many times the bytes torch's foreach functions and copies move; from the two files ``*_foreach.json``."""
+"""The factor on bytes where torch's foreach functions and copies do the passes; from the two files ``*_foreach.json``."""
 FACTOR_BYTES, FACTOR_BYTES_HALF = 200.0, 114.0
-"""An owned element of what rules with factors do besides products. Fitted to the steps between refreshes of a synchronous
-schedule, whose products are known: SOAP 197, Shampoo 201. Shampoo in float16 reads blocks where they lie: what its kernels
-took (``step_single_1.1b_h200_226d713_shampoo.json``)."""
+"""Bytes for each owned element that rules with factors move outside of products. Fitted to the steps between refreshes of a
+synchronous schedule, whose products are known: SOAP 197, Shampoo 201. Shampoo in float16 reads blocks in place: the time of
+its kernels (``step_single_1.1b_h200_226d713_shampoo.json``)."""
 
 # Seconds of the refresh of a side of 2048, and of a call, on an H200 with TF32 products: from a synchronous and a staggered
 # schedule of frequency 10 (benchmarks/results/refresh_2048_h200.json). In SOAP's call is what small batches lose. Shampoo's
@@ -193,21 +195,17 @@ def custom_gpu(
             f"--gpu {base} is not one of {', '.join(GPUS)}; take the nearest and give its figures by flags"
         )
     gpu = GPUS[base]
-    given = {
-        "bf16": ("--gpu-tflops", tflops),
-        "memory_tb_s": ("--gpu-bandwidth", memory_tb_s),
-        "memory_gib": ("--gpu-memory", memory_gib),
-        "nvlink_gb_s": ("--nvlink-gbytes", nvlink_gb_s),
-        "per_node": ("--gpus-per-node", per_node),
-    }
-    for flag, value in given.values():
-        if value is not None and not value > 0:
-            raise ValueError(f"{flag} {value} must be above 0")
-    chosen = {key: value for key, (_, value) in given.items() if value is not None}
+    chosen = _given(
+        bf16=("--gpu-tflops", tflops),
+        memory_tb_s=("--gpu-bandwidth", memory_tb_s),
+        memory_gib=("--gpu-memory", memory_gib),
+        nvlink_gb_s=("--nvlink-gbytes", nvlink_gb_s),
+        per_node=("--gpus-per-node", per_node),
+    )
     source = {**gpu.source, **dict.fromkeys(chosen, "given")}
     if tflops is not None:
         chosen |= {"tf32": gpu.tf32 * tflops / gpu.bf16, "fp32": gpu.fp32 * tflops / gpu.bf16}
-    return replace(gpu, **chosen, source=source)  # type: ignore[arg-type]
+    return replace(gpu, **chosen, source=source)
 
 
 def custom_network(base: str, gb_s: float | None = None, latency_us: float | None = None) -> Network:
@@ -220,10 +218,15 @@ def custom_network(base: str, gb_s: float | None = None, latency_us: float | Non
         raise ValueError(
             f"--network {base} is not one of {', '.join(NETWORKS)}; take the nearest and give --network-gbytes"
         )
-    network = NETWORKS[base]
-    for key, value in (("--network-gbytes", gb_s), ("--network-latency", latency_us)):
-        if value is not None and not value > 0:
-            raise ValueError(f"{key} {value} must be above 0")
+    chosen = _given(gb_s=("--network-gbytes", gb_s), latency_us=("--network-latency", latency_us))
     if gb_s is not None:
-        network = replace(network, gb_s=gb_s, source="given")
-    return network if latency_us is None else replace(network, latency_us=latency_us)
+        chosen["source"] = "given"
+    return replace(NETWORKS[base], **chosen)
+
+
+def _given(**figures: tuple[str, float | None]) -> dict[str, Any]:
+    """The figures that are not ``None``, by field, from their flags and values."""
+    for flag, value in figures.values():
+        if value is not None and not value > 0:
+            raise ValueError(f"{flag} {value} must be above 0")
+    return {field: value for field, (_, value) in figures.items() if value is not None}

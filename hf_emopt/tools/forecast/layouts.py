@@ -1,4 +1,4 @@
-"""Where parameters would lie on ranks that do not exist, and the plans that the optimizer would make there.
+"""Storage of parameters on ranks that do not exist, and the plans that the optimizer would make there.
 
 The plans are the optimizer's own: the same functions, fed with the regions that DDP, FSDP2 and tensor parallelism give
 to each rank.
@@ -13,17 +13,16 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from hf_emopt.distributed.arrangement import TensorCut
-from hf_emopt.distributed.assignment import BucketSizes, make_plan
+from hf_emopt.distributed.assignment import BucketSizes, make_plan, planned_sizes
+from hf_emopt.distributed.communication_dtype import communication_dtype
 from hf_emopt.distributed.layout import Region, Storage, chunk_regions
-from hf_emopt.distributed.plan import Plan, PlannedParameter
-from hf_emopt.distributed.planner import planned_sizes
-from hf_emopt.distributed.tensor_parallel_choice import arrange_cuts
+from hf_emopt.distributed.plan import Plan, PlannedParameter, TensorSlices
+from hf_emopt.distributed.tensor_parallel_choice import choose_modes
 from hf_emopt.optimizers.base import MatrixOptimizer
 
-__all__ = ["LAYOUTS", "Layout", "Placed", "check_sizes", "layout_on", "place"]
+__all__ = ["LAYOUTS", "Layout", "Placed", "check_sizes", "communication_bytes", "layout_on", "parameter_of", "place"]
 
 LAYOUTS = ("ddp", "fsdp2", "hsdp", "fsdp2+tp")
 
@@ -67,15 +66,15 @@ class Layout:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether parameters are DTensors, so that state lies as they do."""
+        """Whether parameters are DTensors, whose state is sharded as they are."""
         return self.name != "ddp"
 
     def storage(self, shape: tuple[int, ...], cut_dim: int | None) -> Storage:
-        """Where a parameter's elements lie.
+        """The storage of a parameter.
 
         Args:
-            cut_dim: the dimension that tensor parallelism cuts, or ``None``: then the ranks of one tensor-parallel column
-                share it among themselves, each column for itself.
+            cut_dim: the dimension that tensor parallelism slices, or ``None``: then the ranks with one tensor-parallel
+                coordinate share the parameter among themselves.
         """
         return _storage(self, shape, cut_dim)
 
@@ -83,8 +82,9 @@ class Layout:
 def layout_on(
     name: str, world_size: int, per_node: int, shard_size: int | None = None, tp_size: int | None = None
 ) -> Layout:
-    """A layout with the sizes that suit the nodes where none are given: a matrix is shared within a node, and a replica of
-    HSDP is a node, or half of the ranks where one node has them all.
+    """A layout with sizes that suit the nodes where none are given.
+
+    A node shares a matrix, and a replica of HSDP is a node, or half of the ranks where one node has them all.
 
     Raises:
         ValueError: when the sizes do not fit.
@@ -95,7 +95,7 @@ def layout_on(
 
 
 def check_sizes(names: Sequence[str], shard_size: int | None, tp_size: int | None) -> None:
-    """Refuses a size that none of the layouts has.
+    """Refuses a size that applies to none of the layouts.
 
     Raises:
         ValueError: for such a size.
@@ -126,7 +126,7 @@ def _storage(layout: Layout, shape: tuple[int, ...], cut_dim: int | None) -> Sto
 
 
 def _within(region: Region, index: int, count: int) -> Region:
-    """What FSDP leaves of a slice of tensor parallelism: rows of it, in chunks."""
+    """The rows of a slice of tensor parallelism that one rank of FSDP holds."""
     start, stop = region[0]
     first, last = chunk_regions((stop - start,), 0, count)[index][0]
     return ((start + first, start + last), *region[1:])
@@ -138,8 +138,9 @@ class Placed:
 
     Attributes:
         layout: the ranks.
-        plan: of the matrices; ``aux_plan`` of what ranks hold copies of, which DDP makes of everything else.
-        own: shape and storage of each other parameter that a rank steps by itself, with its group's index and position.
+        plan: of the matrices.
+        aux_plan: of elementwise parameters of which ranks hold copies, as all are under DDP.
+        own: group, position and storage of each elementwise parameter whose ranks step their shards alone.
     """
 
     layout: Layout
@@ -151,34 +152,35 @@ class Placed:
 def place(
     optimizer: MatrixOptimizer, layout: Layout, model: nn.Module | None = None, max_bucket_numel: int | None = None
 ) -> Placed:
-    """The plans for an optimizer whose parameters may lie on the meta device.
+    """The plans for an optimizer, whose parameters may be on the meta device.
 
     Args:
-        model: whose plan of tensor parallelism is read, for that layout.
-        max_bucket_numel: of each rank in a bucket, instead of what the optimizer has.
+        model: has the plan of tensor parallelism for that layout.
+        max_bucket_numel: elements for each rank in a bucket, instead of the optimizer's.
 
     Raises:
         ValueError: when the model has no plan of tensor parallelism, or one that is not known here.
     """
     dims = _tensor_dims(model) if layout.name == "fsdp2+tp" else {}
-    names = {
-        (g, i): name for g, group in enumerate(optimizer.param_groups) for i, name in enumerate(group["param_names"])
-    }
-    planned, cuts = [], []
+    planned: list[PlannedParameter] = []
+    sliced: list[TensorSlices | None] = []
     for p in optimizer.planned_parameters():
-        dim = _cut_dim(names[p.group, p.position], dims, p.storage.shape)
+        dim = _cut_dim(p.name, dims, p.storage.shape)
         storage = layout.storage(p.storage.shape, dim)
         # Compute groups are made of ranks of one dimension of the mesh only, and never of some of the job's ranks.
         alone = layout.name == "fsdp2+tp" and dim is None
         planned.append(replace(p, storage=storage, shard_cost=None if alone else p.shard_cost))
-        cuts.append(None if dim is None else _tensor_cut(storage, dim, layout))
-    if any(cut is not None for cut in cuts):
-        modes = optimizer._modes
-        wire = 2 if optimizer.transport_dtype in (None, "bfloat16") else 4
-        planned, _ = arrange_cuts(
-            planned, cuts, [True] * len(cuts), optimizer.rule, optimizer.param_groups, modes, wire
+        sliced.append(None if dim is None else _tensor_slices(storage, dim, layout))
+    if any(slices is not None for slices in sliced):
+        planned, _ = choose_modes(
+            planned,
+            sliced,
+            optimizer.rule,
+            optimizer.param_groups,
+            optimizer.mode_overrides,
+            communication_bytes(optimizer, planned[0]),
         )
-    copies, own = _others(optimizer, layout, dims, names)
+    copies, own = _others(optimizer, layout, dims)
     forward = optimizer.overlap_param_gather and layout.name == "ddp"
     offloads = optimizer.offload_state is not None
     sizes = planned_sizes(optimizer.rule.scheduled, optimizer.param_groups, offloads, layout.world_size)
@@ -187,38 +189,49 @@ def place(
     return Placed(layout, plan, make_plan(copies, given, forward), tuple(own))
 
 
+def parameter_of(optimizer: MatrixOptimizer, planned: PlannedParameter) -> Tensor:
+    """The parameter that was planned."""
+    param: Tensor = optimizer.param_groups[planned.group]["params"][planned.position]
+    return param
+
+
+def communication_bytes(optimizer: MatrixOptimizer, planned: PlannedParameter) -> int:
+    """Bytes of an element of a matrix that travels between GPUs."""
+    return communication_dtype(parameter_of(optimizer, planned).dtype, "cuda", optimizer.transport_dtype).itemsize
+
+
 def _others(
-    optimizer: MatrixOptimizer, layout: Layout, dims: dict[str, int], names: dict[tuple[int, int], str]
+    optimizer: MatrixOptimizer, layout: Layout, dims: dict[str, int]
 ) -> tuple[list[PlannedParameter], list[tuple[int, int, Storage]]]:
     copies: list[PlannedParameter] = []
     own = []
     for g, group in enumerate(optimizer.param_groups):
         if group["kind"] != "aux":
             continue
-        for i, param in enumerate(group["params"]):
+        for i, (name, param) in enumerate(zip(group["param_names"], group["params"])):
             shape = tuple(param.shape)
             if not param.numel():
                 continue
             if layout.name == "ddp" and layout.world_size > 1:
                 storage = Storage.whole(shape, layout.world_size)
                 tag = f"{param.dtype} {param.device}"
-                copies.append(PlannedParameter(names[g, i], g, i, (), (param.numel(),), tag, storage))
+                copies.append(PlannedParameter(name, g, i, (), (param.numel(),), tag, storage))
             else:
-                own.append((g, i, layout.storage(shape, _cut_dim(names[g, i], dims, shape))))
+                own.append((g, i, layout.storage(shape, _cut_dim(name, dims, shape))))
     return copies, own
 
 
-def _tensor_cut(storage: Storage, dim: int, layout: Layout) -> TensorCut:
+def _tensor_slices(storage: Storage, dim: int, layout: Layout) -> TensorSlices:
     slices = chunk_regions(storage.shape, dim, layout.tp_size)
     of_shard = tuple(rank % layout.tp_size for rank in range(layout.world_size))
-    return TensorCut(of_shard, tuple((region,) for region in slices))
+    return TensorSlices(of_shard, tuple((region,) for region in slices))
 
 
 _DIMS = {"colwise": 0, "colwise_gather_output": 0, "colwise_rep": 0, "rowwise": 1}
 
 
 def _tensor_dims(model: nn.Module | None) -> dict[str, int]:
-    """Patterns of module names to the dimension in which their weights are cut."""
+    """The dimension in which weights are sliced, by pattern of their names."""
     config: Any = getattr(model, "config", None)
     base = str(getattr(model, "base_model_prefix", ""))
     plan = {f"{base}.{k}" if base else k: v for k, v in (getattr(config, "base_model_tp_plan", None) or {}).items()}

@@ -1,37 +1,38 @@
 """Seconds of matrix products and of whole orthogonalizations, from measured kernels.
 
 The tables of ``hf_emopt/kernels/triton/tables`` hold, for an architecture, the milliseconds of symmetric products by this
-package's kernels and of the vendor's general product of the same size. What lies between is interpolated in operations a
-second, over the number of elements of the result and the depth of the product: these decide how a device is filled, and how
-much of a tile's time is spent on its ends.
+package's kernels and of the vendor's general product of the same size. Other sizes are interpolated in operations a
+second, over the number of elements of the result and the depth of the product. These decide how a device is filled, and
+how much of a tile's time is spent on its ends.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
-from typing import Literal
 
 from hf_emopt.kernels.triton.configs import chosen_table, family, load_table
 from hf_emopt.linalg.coefficients import resolve_coefficients
-from hf_emopt.linalg.gram_newton_schulz import find_restart_steps
+from hf_emopt.linalg.cost import Method, gram_segments
 from hf_emopt.linalg.newton_schulz import gram_pays
 from hf_emopt.rules.base import Group
 from hf_emopt.tools.forecast.hardware import GPUS, LAUNCH_SECONDS, SOFTENING, Gpu
 
-__all__ = ["has_kernels", "newton_schulz_launches", "newton_schulz_seconds", "product_seconds"]
+__all__ = ["has_kernels", "newton_schulz_seconds", "product_seconds"]
 
 _REFERENCE = GPUS["h200"]
-"""On which the table was measured; an H100 has the same rates."""
+"""The GPU on which the table was measured; an H100 has the same rates."""
 
 _Point = tuple[float, float, float]
 
 
 @functools.cache
 def _points(architecture: int, table: str, clusters: bool, symmetric: bool, with_c: bool) -> tuple[_Point, ...]:
-    """``(log2 elements of the result, log2 depth, log2 operations a second)`` of each measured product. ``table``: what the
-    environment names, so that another one is read when it changes."""
+    """``(log2 elements of the result, log2 depth, log2 operations a second)`` of each measured product.
+
+    Args:
+        table: the table that the environment names, so that another one is read when it changes.
+    """
     found = {}
     for e in sorted(load_table(architecture), key=lambda e: -e.ms):  # the fastest of a problem last
         if e.with_c == with_c and e.config.clusters <= clusters:
@@ -80,9 +81,7 @@ def product_seconds(
     return float(max(flops / rate, LAUNCH_SECONDS))
 
 
-def newton_schulz_seconds(
-    gpu: Gpu, batch: int, m: int, n: int, group: Group, form: Literal["standard", "gram"] | None = None
-) -> float:
+def newton_schulz_seconds(gpu: Gpu, batch: int, m: int, n: int, group: Group, form: Method | None = None) -> float:
     """Products of the orthogonalization of ``(batch, m, n)``, as the rule's hyperparameters and the GPU have it done.
 
     Args:
@@ -104,19 +103,8 @@ def newton_schulz_seconds(
     if form == "standard" or (form is None and not _is_gram(m, n, group)):
         second = square_c if group["ns_dtype"] == "bfloat16" else square
         return steps * (gram + second + apply)
-    owned_regions = _owned_regions(steps, group)
-    return owned_regions * (gram + apply) + steps * square_c + 3 * (steps - owned_regions) * square
-
-
-def newton_schulz_launches(gpu: Gpu, m: int, n: int, group: Group) -> int:
-    """Kernels of one call, normalization among them."""
-    steps = int(group["ns_steps"])
-    if not _kernels_run(gpu, group):
-        return 3 * steps + 4
-    if not _is_gram(m, n, group):
-        return 3 * steps + 3
-    owned_regions = _owned_regions(steps, group)
-    return 2 * owned_regions + steps + 3 * (steps - owned_regions) + 3
+    segments = gram_segments(steps, group["ns_coefficients"])
+    return segments * (gram + apply) + steps * square_c + 3 * (steps - segments) * square
 
 
 def _kernels_run(gpu: Gpu, group: Group) -> bool:
@@ -127,9 +115,3 @@ def _kernels_run(gpu: Gpu, group: Group) -> bool:
 
 def _is_gram(m: int, n: int, group: Group) -> bool:
     return group["ns_dtype"] != "bfloat16" and bool(gram_pays(m, n))
-
-
-def _owned_regions(steps: int, group: Group) -> int:
-    resolved = resolve_coefficients(group["ns_coefficients"], steps)
-    places: Sequence[int] = find_restart_steps(resolved.steps)
-    return len(places) + 1

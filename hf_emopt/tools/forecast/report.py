@@ -1,4 +1,4 @@
-"""Forecasts as text and as plain values, with what each figure rests on."""
+"""Forecasts as text and as plain values, with the source of each figure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hf_emopt.tools.forecast.step import Forecast, Machine
 __all__ = ["figures", "model_seconds", "sources", "table"]
 
 MEASURED_RANKS = 4
-"""Ranks up to which predicted steps are compared with measured ones."""
+"""The most ranks for which predicted steps are compared with measured ones."""
 
 
 def model_seconds(model: nn.Module, tokens: int, machine: Machine) -> float:
@@ -27,7 +27,7 @@ def model_seconds(model: nn.Module, tokens: int, machine: Machine) -> float:
 
 
 def sources(machine: Machine, world_size: int, optimizers: Sequence[MatrixOptimizer]) -> dict[str, str]:
-    """What each part of a forecast rests on: ``measured ...``, ``datasheet ...``, ``extrapolated ...`` or ``given ...``."""
+    """The source of each part of a forecast: ``measured ...``, ``datasheet ...``, ``extrapolated ...`` or ``given ...``."""
     gpu, network = machine.gpu, machine.network
     sheet = GPUS["h200"].bf16
     given = gpu.source.get("bf16") == "given"
@@ -102,24 +102,26 @@ def figures(name: str, f: Forecast, machine: Machine, model_s: float | None = No
     return row
 
 
+_HEADS = [
+    "step",
+    "products",
+    "passes",
+    "exchange",
+    "exposed",
+    "host",
+    "received",
+    "sent",
+    "weights",
+    "grads",
+    "state",
+    "max/mean",
+]
+
+
 def table(rows: Sequence[dict[str, Any]], machine: Machine, known: dict[str, str]) -> str:
-    """Forecasts as text, a line each and AdamW's below those of its layout."""
-    heads = (
-        "step",
-        "products",
-        "passes",
-        "exchange",
-        "exposed",
-        "host",
-        "received",
-        "sent",
-        "weights",
-        "grads",
-        "state",
-        "max/mean",
-    )
+    """Forecasts as text, one line each, with a line for AdamW below those of each layout."""
     share = " of step" if "share_of_step" in rows[0] else ""
-    lines = [f"{'ms a step; a rank with most':28}" + "".join(f"{h:>10}" for h in heads) + share]
+    lines = [_cells("ms a step; a rank with most", _HEADS) + share]
     for number, row in enumerate(rows):
         lines.append(_line(row))
         if number + 1 == len(rows) or rows[number + 1]["layout"] != row["layout"]:
@@ -137,23 +139,23 @@ def _line(row: dict[str, Any]) -> str:
     cells = [f"{products if key == 'products_ms' else row[key]:.2f}" for key in times]
     cells += [_bytes(row[f"{key}_bytes"]) for key in ("received", "sent", "weight", "gradient", "state")]
     cells.append(f"{row['time_balance']:.3f}")
-    share = f"{row['share_of_step']:8.1%}" if "share_of_step" in row else ""
-    return f"{row['layout'] + ', ' + row['optim']:28}" + "".join(f"{c:>10}" for c in cells) + share
+    return _cells(f"{row['layout']}, {row['optim']}", cells) + _share(row)
 
 
 def _adamw_line(row: dict[str, Any]) -> str:
     adamw = row["adamw"]
-    cells = [
-        f"{adamw['step_ms']:.2f}",
-        "-",
-        f"{adamw['step_ms'] - adamw['host_ms']:.2f}",
-        "-",
-        "-",
-        f"{adamw['host_ms']:.2f}",
-    ]
-    cells += ["0", "0", _bytes(row["weight_bytes"]), _bytes(row["gradient_bytes"]), _bytes(adamw["state_bytes"]), "-"]
-    share = f"{adamw['share_of_step']:8.1%}" if "share_of_step" in adamw else ""
-    return f"{row['layout'] + ', AdamW fused':28}" + "".join(f"{c:>10}" for c in cells) + share
+    step, host = adamw["step_ms"], adamw["host_ms"]
+    cells = [f"{step:.2f}", "-", f"{step - host:.2f}", "-", "-", f"{host:.2f}", "0", "0"]
+    cells += [_bytes(count) for count in (row["weight_bytes"], row["gradient_bytes"], adamw["state_bytes"])]
+    return _cells(f"{row['layout']}, AdamW fused", [*cells, "-"]) + _share(adamw)
+
+
+def _cells(name: str, cells: Sequence[str]) -> str:
+    return f"{name:28}" + "".join(f"{cell:>10}" for cell in cells)
+
+
+def _share(figures: dict[str, Any]) -> str:
+    return f"{figures['share_of_step']:8.1%}" if "share_of_step" in figures else ""
 
 
 def _remarks(row: dict[str, Any], machine: Machine) -> list[str]:
@@ -180,7 +182,7 @@ def _remarks(row: dict[str, Any], machine: Machine) -> list[str]:
 
 
 def _bytes(count: float) -> str:
-    for matrix_view, size in (("G", 2**30), ("M", 2**20), ("K", 2**10)):
+    for unit, size in (("G", 2**30), ("M", 2**20), ("K", 2**10)):
         if count >= size:
-            return f"{count / size:.2f}{matrix_view}"
+            return f"{count / size:.2f}{unit}"
     return f"{count:.0f}"

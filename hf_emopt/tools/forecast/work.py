@@ -1,11 +1,11 @@
-"""Seconds that one rank's transforms take, by rule, shape and batch."""
+"""Seconds that one rank's transforms take, by rule, shape and batch; bytes that its elementwise passes move."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hf_emopt.linalg.cost import sharded_cost
 from hf_emopt.linalg.inverse_root_fp16 import SINGLE_EPSILON
-from hf_emopt.linalg.newton_schulz_sharded import sharded_cost
 from hf_emopt.rules.base import Group, MatrixRule
 from hf_emopt.rules.kronecker import KroneckerRule
 from hf_emopt.rules.muon import MuonRule, NorMuonRule
@@ -25,26 +25,24 @@ from hf_emopt.tools.forecast.hardware import (
     UNFUSED,
     Gpu,
 )
-from hf_emopt.tools.forecast.products import has_kernels, newton_schulz_launches, newton_schulz_seconds, product_seconds
+from hf_emopt.tools.forecast.products import has_kernels, newton_schulz_seconds, product_seconds
 
 __all__ = ["Passes", "Work", "passes", "refresh_seconds", "transform_work"]
 
 
 @dataclass(frozen=True)
 class Work:
-    """Of one batch.
+    """The work of one batch.
 
     Attributes:
         seconds: of products.
-        sums_bytes: of all-reduces among a compute group, and ``sums`` their number; ``parts`` ranks take part.
-        launches: kernels.
+        sums_bytes: in the buffers of all-reduces among a compute group.
+        sums: number of these all-reduces.
     """
 
     seconds: float
     sums_bytes: float = 0.0
     sums: int = 0
-    parts: int = 1
-    launches: int = 0
 
 
 @dataclass(frozen=True)
@@ -52,59 +50,56 @@ class Passes:
     """Bytes that elementwise passes read and write.
 
     Attributes:
-        local: an element of a matrix that the rank holds.
-        owned: one that it transforms.
-        checked: an element of any gradient, which is looked through for numbers that are not finite.
-        aux: an element that AdamW steps.
-        landing: of ``local``, to put what arrives from other ranks onto the weights, beside the products of other buckets.
+        local: for each element of a matrix that the rank holds.
+        owned: for each element that it transforms.
+        checked: for each element of a gradient that is checked for numbers that are not finite.
+        landing: the part of ``local`` that writes updates of other ranks to the weights, during products of other buckets.
     """
 
     local: float
     owned: float
     checked: float
-    aux: float
     landing: float
 
 
 def passes(
-    rule: MatrixRule, group: Group, gpu: Gpu, *, sharded: bool, world_size: int, weight: int, wire: int
+    rule: MatrixRule, group: Group, gpu: Gpu, *, sharded: bool, world_size: int, weight: int, width: int
 ) -> Passes:
-    """What one step of the fused passes moves.
+    """Bytes that one step of the fused passes moves.
 
     Args:
-        weight, wire: bytes of a weight (and of its gradient), and of an element on its way between ranks.
+        weight, width: bytes of a weight (and of its gradient), and of an element that travels between ranks.
     """
     travels = world_size > 1
     rule_owned, first = _rule_bytes(rule, group, gpu)
     momentum = weight + 8 if rule.momentum_form(group) is not None else weight
-    room = wire if sharded and travels and first == 2 else 4
+    room = width if sharded and travels and first == 2 else 4
     # The norm is taken as the matrix is cast, where kernels run.
     owned = (1 if has_kernels(gpu) else 2) * room + 2 + rule_owned if isinstance(rule, MuonRule) else rule_owned
-    update = wire if travels else 2
+    update = width if travels else 2
     apply = 2 * weight + update if weight >= 4 else APPLY_16_BITS
     landing = float(apply) if travels else 0.0
     if sharded:
-        local = momentum + (wire if travels else room) + apply
-        owned += (2 * wire + room + 2) if travels else 0.0  # unpacked on arrival, packed to go back
+        local = momentum + (width if travels else room) + apply
+        owned += (2 * width + room + 2) if travels else 0.0  # unpacked on arrival, packed to go back
     else:
-        owned += momentum + room + (wire + 2 if travels else 0.0)
+        owned += momentum + room + (width + 2 if travels else 0.0)
         local = float(apply)
         if weight < 4 and travels:  # owners step their weights, the others receive them
             owned, local, landing = owned + apply, 2 * weight, 2.0 * weight
     # What is counted for rules with factors was measured as it is.
     slow = 1.0 if has_kernels(gpu) or not isinstance(rule, MuonRule) else UNFUSED
-    aux = 3 * weight + 16 + (0 if weight >= 4 else APPLY_16_BITS)
-    return Passes(slow * local, slow * owned, weight, aux, slow * landing)
+    return Passes(slow * local, slow * owned, weight, slow * landing)
 
 
 APPLY_16_BITS = 134.0
-"""Bytes an element of the last phase of 16-bit weights, which runs function by function: 46 to put the float32 weight
-together of its halves, 34 to step it, 50 to part it again, 4 to unpack the update
+"""Bytes for each element of the last phase of 16-bit weights, which runs function by function: 46 to join the float32
+weight from its halves, 34 to step it, 50 to split it again, 4 to unpack the update
 (:mod:`hf_emopt.formats.master_weights`)."""
 
 
 def _rule_bytes(rule: MatrixRule, group: Group, gpu: Gpu) -> tuple[float, int]:
-    """Bytes an owned element of what a rule does besides products, and the width of the room that it reads."""
+    """Bytes for each owned element that a rule moves outside of products, and the width of the numbers that it reads."""
     if isinstance(rule, NorMuonRule):
         return 36.0, 4  # row norms, scale and the norm of the whole, in float32
     if isinstance(rule, MuonRule):
@@ -114,25 +109,23 @@ def _rule_bytes(rule: MatrixRule, group: Group, gpu: Gpu) -> tuple[float, int]:
 
 def transform_work(gpu: Gpu, rule: MatrixRule, group: Group, kind: Kind, count: int) -> Work:
     """One batch of ``count`` matrices of a kind."""
-    m, n = kind.shape
+    (m, n), slicing = kind
     if isinstance(rule, KroneckerRule):
-        return Work(count * _kronecker_seconds(gpu, rule, group, m, n), launches=200)
+        return Work(count * _kronecker_seconds(gpu, rule, group, m, n))
     if not isinstance(rule, MuonRule):
         raise ValueError(f"there is no model of the time of {rule.name}")
-    launches = newton_schulz_launches(gpu, m, n, group)
-    cut = kind.cut
-    if cut is None or not cut.compute_group:
-        return Work(newton_schulz_seconds(gpu, count, m, n, group), launches=launches)
-    parts = len(cut.compute_group)
-    cost = sharded_cost(*cut.full_shape, parts, group["ns_steps"], group["ns_coefficients"], cut.method)
-    short, long = min(cut.full_shape), max(cut.full_shape)
-    columns = max(1, -(-long // parts))
-    if cut.method == "gram":  # the Gram matrices are everybody's, the rest is done to a slice
-        seconds = newton_schulz_seconds(gpu, count, short, columns, group, "gram")
-        return Work(seconds, count * cost.bytes, cost.messages, parts, launches)
-    one = product_seconds(gpu, count, short, columns, short)
-    seconds = cost.flops * count * one / (2 * count * short * short * columns)
-    return Work(seconds, count * cost.bytes, cost.messages, parts, launches)
+    if slicing is None or not slicing.compute_group:
+        return Work(newton_schulz_seconds(gpu, count, m, n, group))
+    parts = len(slicing.compute_group)
+    cost = sharded_cost(*slicing.full_shape, parts, group["ns_steps"], group["ns_coefficients"], slicing.method)
+    short, long = min(slicing.full_shape), max(slicing.full_shape)
+    width = max(1, -(-long // parts))
+    if slicing.method == "gram":  # every rank computes the whole Gram matrices, and the rest on its slice
+        seconds = newton_schulz_seconds(gpu, count, short, width, group, "gram")
+    else:
+        one = product_seconds(gpu, count, short, width, short)
+        seconds = cost.flops * count * one / (2 * count * short * short * width)
+    return Work(seconds, count * cost.bytes, cost.messages)
 
 
 def _kronecker_seconds(gpu: Gpu, rule: KroneckerRule, group: Group, m: int, n: int) -> float:
