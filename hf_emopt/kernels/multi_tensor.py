@@ -118,7 +118,7 @@ class Runs:
         """
         if not len(self):
             return
-        from hf_emopt.kernels.triton.multi_tensor_launch import launch_momentum
+        from hf_emopt.kernels.triton.multi_tensor_kernels import launch_momentum
 
         prepared = self._prepared((grads, buffers), (outs,), outs[0].device)
         launch_momentum(prepared, grads, buffers, outs, momentum, nesterov, ok)
@@ -164,7 +164,7 @@ class Runs:
         """
         if not len(self):
             return
-        from hf_emopt.kernels.triton.multi_tensor_launch import launch_apply
+        from hf_emopt.kernels.triton.multi_tensor_kernels import launch_apply
 
         device = weights[0].device
         prepared = self._prepared((weights,), (updates,), device)
@@ -181,7 +181,7 @@ class Runs:
         which: np.ndarray,
         ok: Tensor | None = None,
     ) -> None:
-        from hf_emopt.kernels.triton.multi_tensor_launch import launch_copy
+        from hf_emopt.kernels.triton.multi_tensor_kernels import launch_copy
 
         factors = None if scales is None else self._scale_table(scales, which, target[0].device)
         launch_copy(prepared, source, target, factors, ok)
@@ -308,7 +308,7 @@ def whole_tensors(sizes: tuple[int, ...]) -> Runs:
 
 def all_finite(tensors: Sequence[Tensor]) -> Tensor:
     """Scalar bool on the device: whether every number in contiguous tensors of one dtype and device is finite."""
-    from hf_emopt.kernels.triton.multi_tensor_launch import launch_finite
+    from hf_emopt.kernels.triton.multi_tensor_kernels import launch_finite
 
     runs = whole_tensors(tuple(map(Tensor.numel, tensors)))
     flag = torch.ones((), dtype=torch.int32, device=tensors[0].device)

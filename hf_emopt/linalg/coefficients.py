@@ -47,19 +47,6 @@ class ResolvedCoefficients:
     safety_factor: float = 1.0
     scaling: Scaling = "frobenius"
 
-    def response(self, sigma: Any) -> Any:
-        """The singular value that ``sigma`` becomes: the composed polynomial, in the arithmetic of ``sigma``.
-
-        Args:
-            sigma: singular value(s) of the matrix divided by its Frobenius norm (``"aol"``: after row rescaling); a
-                float, or an array or tensor of any shape.
-        """
-        value = sigma / self.safety_factor
-        for a, b, c in self.steps:
-            square = value * value
-            value = value * (a + square * (b + square * c))
-        return value
-
 
 @dataclass(frozen=True)
 class CoefficientSet:

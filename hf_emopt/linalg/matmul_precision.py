@@ -29,7 +29,6 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from hf_emopt.kernels.triton import half_launch
 from hf_emopt.linalg.symmetric_batches import power_of_two_scale
 from hf_emopt.linalg.symmetric_products import kernels_pay
 
@@ -186,9 +185,12 @@ def scaled_half(x: Tensor, peak: Tensor | None = None) -> tuple[Tensor, Tensor]:
     if x.ndim == 2:
         half, scale = scaled_half(x[None], peak)
         return half[0], scale[0]
-    if kernels_pay(x.device) and half_launch.takes(x) and x.dtype in (torch.float32, torch.bfloat16, torch.float16):
-        half, scale = half_launch.scaled_half(x, _LEAST_SCALE, _LARGEST_SCALE, peak)
-        return half, scale.view(-1, 1, 1)
+    if x.dtype in (torch.float32, torch.bfloat16, torch.float16) and kernels_pay(x.device):
+        from hf_emopt.kernels.triton import half_precision
+
+        if half_precision.takes(x):
+            half, scale = half_precision.scaled_half(x, _LEAST_SCALE, _LARGEST_SCALE, peak)
+            return half, scale.view(-1, 1, 1)
     x = x.flatten(0, -3)
     if peak is None:
         peak = torch.linalg.vector_norm(x, math.inf, dim=(-2, -1)) if x.numel() else x.new_zeros(x.shape[0])

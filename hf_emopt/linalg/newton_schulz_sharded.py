@@ -1,4 +1,4 @@
-"""The Newton-Schulz iteration on a matrix that is cut along its long side, without ever putting it together.
+"""The Newton-Schulz iteration on a matrix that is cut along its long side, without ever gathering it.
 
 With ``X`` as ``(s, l)``, short side first, and columns ``X_i`` on rank ``i``, the Gram matrix ``A = sum_i X_i X_i^T`` is
 one all-reduce of ``s x s``, and everything after it acts on each rank's columns alone: ``X_i <- a X_i + (b A + c A A)
@@ -20,22 +20,21 @@ from torch import Tensor
 
 from hf_emopt.linalg.coefficients import CoefficientSpec, ResolvedCoefficients, resolve_coefficients
 from hf_emopt.linalg.gram_newton_schulz import (
-    _apply,
-    _owned_region,
-    _product,
-    _scales,
     find_restart_steps,
+    gram_polynomial,
+    multiply,
+    scales_of,
     start_factor,
 )
 from hf_emopt.linalg.newton_schulz import (
     Normalization,
-    _check_dtype,
-    _check_input,
-    _check_method,
-    _check_normalization,
+    check_dtype,
+    check_input,
+    check_method,
+    check_normalization,
     default_dtype,
 )
-from hf_emopt.linalg.symmetric_products import add_product, gram, symmetric_polynomial
+from hf_emopt.linalg.symmetric_products import add_product, gram, symmetric_polynomial, symmul_into
 
 __all__ = [
     "Method",
@@ -51,45 +50,28 @@ Reduce = Callable[[Tensor], Tensor]
 """Reduces a contiguous tensor elementwise over the ranks that share a matrix, in place or not, and returns the result,
 which must have the same bits on all of them."""
 
-Form = Literal["polynomial", "gram_twice", "shared_polynomial"]
-
 Method = Literal["standard", "gram"]
 """The iteration on the matrix, or on its Gram matrix."""
 
-# An element of an s x s exchange has to save this many operations: on an H100, 600 TFLOP/s of products against
-# 300 GB/s of all-reduce make two bytes, of which half travel and travel twice, worth about 4,000.
-_EXCHANGE_FLOPS = 4096
 
+def _flops_of_step(short: int, long: int, parts: int) -> tuple[bool, int]:
+    """Whether a step multiplies by the Gram matrix twice, and its operations on the rank with the longest slice.
 
-def _cheapest_form(short: int, long: int, parts: int) -> tuple[Form, int]:
-    """How a step is done, and its operations on the rank with the longest slice; depends on whole shapes only.
-
-    With ``l`` columns on the rank, the Gram matrix is ``2 s^2 l`` in each of
-
-    * ``"polynomial"``: ``b A + c A A`` on every rank and one product: ``2 s^3 + 2 s^2 l``;
-    * ``"gram_twice"``: ``(b X + c A X)`` and ``A`` times that: ``4 s^2 l``, which falls with ``l`` alone;
-    * ``"shared_polynomial"``: each rank computes its part of the rows of ``b A + c A A``, which are exchanged:
-      ``2 s^3 / k + 2 s^2 l``, where the saving is worth the exchange.
+    With ``l`` columns on the rank, the Gram matrix takes ``2 s^2 l``. ``b A + c A A`` on every rank and one product take
+    ``2 s^3 + 2 s^2 l``; ``(b X + c A X)`` and ``A`` times that take ``4 s^2 l``, which falls with ``l`` alone: a quarter less
+    for square matrices on two ranks, half on four.
     """
-    columns, rows = -(-long // parts), -(-short // parts)
-    base = 2 * short * short * columns
-    flops: dict[Form, int] = {
-        "polynomial": base + 2 * short**3 + base,
-        "gram_twice": base + 2 * base,
-        "shared_polynomial": base + 2 * short * short * rows + base,
-    }
-    price = {"shared_polynomial": _EXCHANGE_FLOPS * short * short}
-    form = min(flops, key=lambda name: flops[name] + price.get(name, 0))
-    return form, flops[form]
+    product = 2 * short * short * -(-long // parts)
+    return product < 2 * short**3, 2 * product + min(product, 2 * short**3)
 
 
 def newton_schulz_sharded_flops(m: int, n: int, parts: int, steps: int = 5) -> int:
     """FLOPs of each of ``parts`` ranks (of the one with the longest slice) to orthogonalize one ``(m, n)`` matrix.
 
     Counted as :func:`~hf_emopt.linalg.newton_schulz.newton_schulz_flops` counts, and equal to it for one part. Square
-    matrices scale as ``1 / parts``; others up to half as much again is spent, or an exchange more.
+    matrices scale as ``1 / parts``; others take up to half as much again.
     """
-    return steps * _cheapest_form(min(m, n), max(m, n), parts)[1]
+    return steps * _flops_of_step(min(m, n), max(m, n), parts)[1]
 
 
 @dataclass(frozen=True)
@@ -98,22 +80,20 @@ class ShardedCost:
 
     Attributes:
         flops: of the rank with the longest slice.
-        reductions: elements of each all-reduce of float32 numbers (float64 for that dtype), apart from the exchange below.
-        exchanged: elements of each all-reduce in the dtype of the products.
+        reductions: elements of each all-reduce of float32 numbers (float64 for that dtype).
     """
 
     flops: int
     reductions: tuple[int, ...]
-    exchanged: tuple[int, ...] = ()
 
     @property
     def messages(self) -> int:
-        return len(self.reductions) + len(self.exchanged)
+        return len(self.reductions)
 
     @property
     def bytes(self) -> int:
         """In the buffers of all-reduces, with products in 16 bits."""
-        return 4 * sum(self.reductions) + 2 * sum(self.exchanged)
+        return 4 * sum(self.reductions)
 
 
 def sharded_cost(
@@ -126,14 +106,12 @@ def sharded_cost(
     short, long = min(m, n), max(m, n)
     triangle = short * (short + 1) // 2
     if method == "standard":
-        form, flops = _cheapest_form(short, long, parts)
-        exchanged = (triangle,) * steps if form == "shared_polynomial" else ()
-        return ShardedCost(steps * flops, (1, 1) + (triangle,) * steps, exchanged)
+        return ShardedCost(newton_schulz_sharded_flops(m, n, parts, steps), (1, 1) + (triangle,) * steps)
     resolved = resolve_coefficients(coefficients, steps)
-    owned_regions = len(find_restart_steps(resolved.steps)) + 1
-    square = steps + 3 * (steps - owned_regions)  # P of each step; Q and R where an owned region goes on
-    flops = owned_regions * 4 * short * short * -(-long // parts) + 2 * square * short**3
-    return ShardedCost(flops, (2 * parts,) + (triangle,) * owned_regions)
+    segments = len(find_restart_steps(resolved.steps)) + 1
+    square = steps + 3 * (steps - segments)  # P of each step; Q and R where no restart follows
+    flops = segments * 4 * short * short * -(-long // parts) + 2 * square * short**3
+    return ShardedCost(flops, (2 * parts,) + (triangle,) * segments)
 
 
 # One H100 with NVLink: products in 16 bits, bytes of an all-reduce as they leave a rank, and the start of a message.
@@ -150,13 +128,10 @@ def sharded_seconds(cost: ShardedCost, parts: int) -> float:
 
 @dataclass(frozen=True)
 class _Slice:
-    """Columns ``start`` to ``stop`` of matrices ``(s, l)``, short side first, and the sums over all slices."""
+    """Columns of matrices ``(s, l)``, short side first, and the reductions over all slices."""
 
     short: int
-    long: int
-    start: int
-    stop: int
-    form: Form
+    gram_twice: bool
     sum: Reduce
     max: Reduce
 
@@ -177,16 +152,6 @@ class _Slice:
         # Half of a symmetric matrix travels, so float32 sums cost no more bytes than all of it in 16 bits would.
         part = _pack(gram(y))
         return _unpack(self.sum(part.to(torch.promote_types(y.dtype, torch.float32))).to(y.dtype), self.short)
-
-    def polynomial(self, a: Tensor, b: float, c: float) -> Tensor:
-        """``b A + c A A``, of which each rank computes the rows that correspond to its columns of the matrix."""
-        first, last = (bound * self.short // self.long for bound in (self.start, self.stop))
-        part = torch.zeros_like(a)
-        if last > first:
-            rows = a[..., first:last, :]
-            product = torch.addmm if a.ndim == 2 else torch.baddbmm
-            part[..., first:last, :] = product(rows, rows, a, beta=b, alpha=c)
-        return _unpack(self.sum(_pack(part)), self.short)  # sums with zeros: exact in every dtype
 
 
 @torch.no_grad()
@@ -235,9 +200,9 @@ def newton_schulz_sharded(
         infinity anywhere makes all of its matrix non-finite, on every rank.
 
     Per step and rank: the products of :func:`newton_schulz_sharded_flops`; one all-reduce of ``s (s + 1) / 2`` elements
-    (the lower triangle of the Gram matrix, in float32, or float64 for that dtype), and where it pays a second one in
-    ``dtype``. Once: one number per matrix for the norm and one for the peak; a Gram matrix more for row rescaling. The Gram
-    form: the all-reduce at the start and at each restart alone, and once ``2 parts`` numbers per matrix.
+    (the lower triangle of the Gram matrix, in float32, or float64 for that dtype). Once: one number per matrix for the norm
+    and one for the peak; a Gram matrix more for row rescaling. The Gram form: the all-reduce at the start and at each restart
+    alone, and once ``2 parts`` numbers per matrix.
 
     Raises:
         TypeError: ``x`` is not a real floating-point tensor.
@@ -245,14 +210,14 @@ def newton_schulz_sharded(
             ``full_shape``; rows of square matrices with a coefficient set that rescales rows; the Gram form without
             ``index``.
     """
-    _check_input(x)
+    check_input(x)
     dim = _check_slice(x, dim, full_shape, start, parts)
     resolved = resolve_coefficients(coefficients, steps)
-    _check_method(method, dtype, normalization, resolved)
+    check_method(method, dtype, normalization, resolved)
     if dtype is None:
         dtype = torch.float16 if method == "gram" and x.device.type == "cuda" else default_dtype(x.device)
-    dtype = _check_dtype(dtype)
-    floor = _check_normalization(normalization, eps, resolved)
+    dtype = check_dtype(dtype)
+    floor = check_normalization(normalization, eps, resolved)
     if resolved.scaling == "aol" and dim == -2 and full_shape[0] == full_shape[1]:
         raise ValueError(
             f"coefficient set {resolved.name!r} rescales rows of square matrices, which are whole only when these are cut "
@@ -271,8 +236,7 @@ def newton_schulz_sharded(
         return _gram_form(matrices, dim == -2, resolved, dtype, all_reduce, parts, index).reshape(x.shape)
     y = matrices.mT if dim == -2 else matrices
     short, long = min(full_shape), max(full_shape)
-    form = _cheapest_form(short, long, parts)[0]
-    part = _Slice(short, long, start, start + x.shape[dim], form, all_reduce, all_reduce_max)
+    part = _Slice(short, _flops_of_step(short, long, parts)[0], all_reduce, all_reduce_max)
     if normalization == "scale_free":
         y = _normalize_scale_free(y, part, resolved, dtype)
     else:
@@ -337,21 +301,21 @@ def _gram_form(
     norm = ((peaks / safe).square() * squares).sum(-1, keepdim=True).sqrt().clamp(min=1.0)
     divisor = (norm / start_factor(dtype, resolved.safety_factor))[..., None]
     y = (wide / safe[..., None]).div_(divisor).to(dtype)
-    scale, gram_scale = _scales(dtype)
+    scale, gram_scale = scales_of(dtype)
     restarts = find_restart_steps(resolved.steps)
     q = y
     for first, last in zip([0, *restarts], [*restarts, len(resolved.steps)]):
         if first > 0:
-            y = _apply(q, y, tall)
+            y = multiply(q, y, tall)
         rows = y.mT if tall else y
         if rows.shape[-1]:
-            product = _product(rows, rows, None, gram_scale / scale**2, 0.0, 0.0, "auto")
+            product = symmul_into(rows, rows, alpha=gram_scale / scale**2)
         else:  # an empty slice, of which no kernel is asked
             product = rows.new_zeros(*rows.shape[:-1], rows.shape[-2])
         packed = _pack(product).to(torch.promote_types(dtype, torch.float32))
         product = _unpack(all_reduce(packed).to(dtype), product.shape[-1])
-        q = _owned_region(product, resolved.steps[first:last], gram_scale, "auto")
-    return _apply(q, y, tall, 1.0 / scale)
+        q = gram_polynomial(product, resolved.steps[first:last], gram_scale)
+    return multiply(q, y, tall, 1.0 / scale)
 
 
 def _own_scale(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -366,10 +330,8 @@ def _own_scale(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def _step(y: Tensor, part: _Slice, a: float, b: float, c: float) -> Tensor:
     product = part.gram(y)
-    if part.form == "polynomial" or c == 0:
+    if c == 0 or not part.gram_twice:
         return add_product(a, symmetric_polynomial(product, b, c), y)
-    if part.form == "shared_polynomial":
-        return add_product(a, part.polynomial(product, b, c), y)
     multiply = torch.addmm if y.ndim == 2 else torch.baddbmm
     return multiply(y, product, multiply(y, product, y, beta=b, alpha=c), beta=a)
 

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from hf_emopt.linalg.symmetric_batches import check_batch, eye_like, finite_blocks
+from hf_emopt.linalg.symmetric_batches import check_batch, eye_like, finite_blocks, identity_where_not
 
 __all__ = ["LadderReport", "LadderResult", "with_ladder"]
 
@@ -105,7 +105,7 @@ def with_ladder(
     if optimistic is not None:
         return _optimistic(fn, optimistic, a, aligned)
     finite = finite_blocks(a)
-    safe = torch.where(finite.reshape(-1, 1, 1), a, eye_like(a))
+    safe = identity_where_not(finite, a)
     value, raised = _first_attempt(fn, safe, aligned)
 
     bad = _bad_blocks(value)

@@ -16,6 +16,7 @@ __all__ = [
     "check_batch",
     "eye_like",
     "finite_blocks",
+    "identity_where_not",
     "largest_entry",
     "power_of_two_scale",
     "random_probes",
@@ -54,6 +55,11 @@ def largest_entry(x: Tensor) -> Tensor:
 def eye_like(a: Tensor) -> Tensor:
     """The identity ``(d, d)`` in the dtype and on the device of ``a`` ``(..., d, d)``."""
     return torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
+
+
+def identity_where_not(finite: Tensor, a: Tensor) -> Tensor:
+    """``a`` ``(N, d, d)`` with the identity in place of blocks that are not ``finite``, which factorizations refuse."""
+    return torch.where(finite.reshape(-1, 1, 1), a, eye_like(a))
 
 
 def power_of_two_scale(peak: Tensor) -> Tensor:
