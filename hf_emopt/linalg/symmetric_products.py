@@ -159,7 +159,8 @@ def accumulate_gram(
     if _on_kernels(a, a, c, c, backend):
         from hf_emopt.kernels.triton.symmetric_product import symmetric_product
 
-        return symmetric_product(a, a, c, c, alpha=alpha, beta=1.0, scales=torch.stack((scale, beta), dim=1))
+        symmetric_product(a, a, c, c, alpha=alpha, beta=1.0, scales=torch.stack((scale, beta), dim=1))
+        return c
     value = _wide_product(a, a, torch.float32).mul_((alpha * scale.square()).view(-1, 1, 1))
     return c.copy_(_mirrored(value.add_(c * beta.view(-1, 1, 1)), 0.0, torch.float32))
 
@@ -234,7 +235,8 @@ def symmul_into(
     if (alpha != 0.0 or backend == "triton") and _on_kernels(a, b, c, out, backend):
         from hf_emopt.kernels.triton.symmetric_product import symmetric_product
 
-        return symmetric_product(a, b, c, out, alpha=alpha, beta=beta, diagonal=diagonal)
+        symmetric_product(a, b, c, out, alpha=alpha, beta=beta, diagonal=diagonal)
+        return out
     if a.is_cuda and a.dtype in _HALF and out.dtype == a.dtype and alpha != 0.0:
         # One general product with the same sums; only the lower triangle of it counts.
         into = (torch.mm if a.ndim == 2 else torch.bmm) if c is None and alpha == 1.0 else None

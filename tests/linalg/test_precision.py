@@ -225,7 +225,6 @@ def test_solvers_restore_flags(precision: Precision) -> None:
         before = flags()
         inverse_root(a, 0.25, solver="coupled_newton", precision=precision)
         refresh_eigenbasis(a, torch.eye(3).unsqueeze(0), precision=precision)
-        refresh_eigenbasis(a, torch.eye(3).unsqueeze(0), "first_order", precision=precision)
         assert flags() == before
 
 

@@ -277,7 +277,7 @@ def symmetric_product(
     diagonal: float = 0.0,
     config: Config | None = None,
     scales: Tensor | None = None,
-) -> Tensor:
+) -> None:
     """``out = alpha A B^T + beta C + diagonal I`` of matrices which the copy engine :func:`takes`.
 
     Args:
@@ -341,4 +341,3 @@ def symmetric_product(
     key = ("symmetric product", config, a.dtype, out.dtype, c is None, same, trans, special, a.device)
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     launch(symmetric_product_kernel, key, count * batch, arguments, options, out.device)
-    return out

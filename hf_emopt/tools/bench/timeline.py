@@ -10,7 +10,22 @@ __all__ = ["Timeline", "timeline"]
 
 _KINDS = (
     ("collective", ("nccl",)),
-    ("product", ("gemm", "cutlass", "symmetric", "syrk", "nvjet", "small_gram", "xmma", "sm90_", "sm80_", "cublas")),
+    (
+        "product",
+        (
+            "gemm",
+            "cutlass",
+            "symmetric",
+            "syrk",
+            "split_product",
+            "nvjet",
+            "small_gram",
+            "xmma",
+            "sm90_",
+            "sm80_",
+            "cublas",
+        ),
+    ),
     ("copy", ("memcpy", "memset", "copy", "catarray")),
 )
 """Kinds of kernels by parts of their names; what matches none is elementwise work or a reduction."""

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from torch import nn
@@ -142,7 +142,6 @@ def forecast(
         )
     placed = place(optimizer, layout, model, max_bucket_numel)
     world = layout.world_size
-    machine = replace(machine, gpu=replace(machine.gpu, clusters=world == 1))
     buckets, copies = bucket_amounts(placed.plan, world), bucket_amounts(placed.aux_plan, world)
     wire = _wire_bytes(optimizer)
     products, sums, batches = _transforms(optimizer, machine, placed, buckets)
