@@ -83,7 +83,7 @@ PRESENT_KERNELS = (
     "step_fsdp2_1.1b_2xh200_bc5484f", "step_ddp_1.1b_2xh200_bc5484f", "step_fsdp2_wide_4xh200_bc5484f",
     "step_fsdp2_1.1b_2xh200_8db7954", "step_ddp_1.1b_2xh200_8db7954",
 )  # fmt: skip
-"""Measured with the kernels as they are, but in one process with products on clusters of multiprocessors, which are gone: these
+"""Measured with the kernels as they are, but in one process with products on clusters, which are gone: these
 are predicted from ``kernel_table_h200_clusters``, which has the times of both. All others are predicted from
 ``kernel_table_h200_c800a30``, the table of theirs."""
 WITH_EPSILON = ("step_single_1.1b_h200_226d713_shampoo", "step_single_1.1b_h200_3b683fd")

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from hf_emopt.linalg import inverse_root, matmul_precision, refresh_eigenbasis
-from hf_emopt.linalg import matmul_precision as module
 from hf_emopt.linalg.matmul_precision import Precision, add_product, product, scaled_half, unit_roundoff
 
 PRECISIONS = get_args(Precision)
