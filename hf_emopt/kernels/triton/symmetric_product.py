@@ -1,8 +1,8 @@
 """Symmetric products ``D = alpha A B^T + beta C + diagonal I``: the lower triangle is computed, the upper one mirrored.
 
 A product takes 0.47 to 0.77 of the time of cuBLAS's general product on an H200, for batches of sides from 768 on and single
-matrices from 2048 on (tables/sm_90.json). With the Gram form, a Muon step of a Llama of 1.1 B on two H200 under FSDP2 takes 0.60
-of the time of one on dion's kernels (docs/kernels.md).
+matrices from 2048 on (tables/sm_90.json). With the Gram form, a Muon step of a Llama of 1.1 B on two H200 under FSDP2 takes
+0.60 of the time of one on dion's kernels (docs/kernels.md).
 
 Only tiles that touch the lower triangle are launched, by a table of tile coordinates, so no program exits idle and any
 order of tiles is a table. Elements above the diagonal are never taken from a product: they are the mirror of those below,

@@ -102,8 +102,8 @@ def newton_schulz_seconds(
     if form == "standard" or (form is None and not _is_gram(m, n, group)):
         second = square_c if group["ns_dtype"] == "bfloat16" else square
         return steps * (gram + second + apply)
-    owned_regions = _owned_regions(steps, group)
-    return owned_regions * (gram + apply) + steps * square_c + 3 * (steps - owned_regions) * square
+    segments = _segments(steps, group)
+    return segments * (gram + apply) + steps * square_c + 3 * (steps - segments) * square
 
 
 def newton_schulz_launches(gpu: Gpu, m: int, n: int, group: Group) -> int:
@@ -113,8 +113,8 @@ def newton_schulz_launches(gpu: Gpu, m: int, n: int, group: Group) -> int:
         return 3 * steps + 4
     if not _is_gram(m, n, group):
         return 3 * steps + 3
-    owned_regions = _owned_regions(steps, group)
-    return 2 * owned_regions + steps + 3 * (steps - owned_regions) + 3
+    segments = _segments(steps, group)
+    return 2 * segments + steps + 3 * (steps - segments) + 3
 
 
 def _kernels_run(gpu: Gpu, group: Group) -> bool:
@@ -127,7 +127,7 @@ def _is_gram(m: int, n: int, group: Group) -> bool:
     return group["ns_dtype"] != "bfloat16" and bool(gram_pays(m, n))
 
 
-def _owned_regions(steps: int, group: Group) -> int:
+def _segments(steps: int, group: Group) -> int:
     resolved = resolve_coefficients(group["ns_coefficients"], steps)
     places: Sequence[int] = find_restart_steps(resolved.steps)
     return len(places) + 1
