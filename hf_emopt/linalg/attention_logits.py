@@ -16,7 +16,7 @@ _BLOCK_NUMEL = 2**24
 
 @dataclass(frozen=True)
 class Visible:
-    """Which keys each query sees; what is left at its default hides nothing.
+    """Which keys each query sees; a field at its default hides nothing.
 
     Attributes:
         mask: ``(B or 1, H or 1, Q, K)``: bool, true where a key is seen; or floating and added to the logits, where what is
@@ -95,7 +95,7 @@ def max_logit(query: Tensor, key: Tensor, scaling: float, visible: Visible, bloc
         block_numel: logits that are held at once, at most; at least one row of queries is.
 
     Returns:
-        ``(H,)`` float32 (float64 for float64), ``-inf`` for a head of which nothing is seen.
+        ``(H,)`` float32 (float64 for float64), ``-inf`` for a head that sees no key.
     """
     batch, heads, queries, _ = query.shape
     keys = key.shape[2]
@@ -136,7 +136,7 @@ def _products(query: Tensor, key: Tensor, dtype: torch.dtype) -> Tensor:
 def logit_bound(query: Tensor, key: Tensor, scaling: float) -> Tensor:
     """``scaling * max_b (max_i |q_i| max_j |k_j|)``, which no logit of a head exceeds (Cauchy-Schwarz).
 
-    Costs one pass over query and key. Masks are not looked at, so what padding computes counts too.
+    Costs one pass over query and key. Masks are not read, so padding counts too.
 
     Args:
         query, key, scaling: as for :func:`max_logit`.

@@ -32,7 +32,7 @@ MAX_STEPS = 100
 
 @dataclass(frozen=True)
 class ResolvedCoefficients:
-    """What an iteration runs: exactly ``len(steps)`` steps.
+    """The steps of an iteration, exactly ``len(steps)`` of them.
 
     Attributes:
         name: the set's name, or ``"custom"``.
@@ -50,7 +50,7 @@ class ResolvedCoefficients:
 
 @dataclass(frozen=True)
 class CoefficientSet:
-    """A named set with its source and what it guarantees.
+    """A named set with its source and its guarantees.
 
     Attributes:
         name: key in :data:`NS_COEFFICIENTS`.

@@ -48,7 +48,7 @@ class EigenbasisRefresh(NamedTuple):
             failed blocks.
         eigenvalues_estimate: ``(N, d)``, the diagonal of ``q^T A q``.
         permutation: ``(N, d)`` int64. Column ``i`` of ``q`` continues column ``permutation[:, i]`` of the old basis, so
-            what is kept per column (SOAP's second moment) must be permuted likewise: ``v.gather(-1, permutation)`` on
+            state that is kept per column (SOAP's second moment) must be permuted likewise: ``v.gather(-1, permutation)`` on
             its own axis. The identity in failed blocks.
         off_diagonal: ``(N,)``, norm of the off-diagonal part of ``q^T A q`` relative to ``|A|_F``. Infinite where the
             input was not finite.
@@ -301,7 +301,7 @@ def _shift(a: Tensor, precision: Precision) -> Tensor:
     """``(N, 1, 1)``: somewhat above the rounding of ``A Q``.
 
     ``A + s I`` has the eigenvectors of ``A``. Without the shift, the image of a direction in the null space is rounding
-    noise and what it is scaled to is a random direction; with it, such directions stay put. The order of eigenvalues
+    noise, and scaled it is a random direction; with it, such directions stay put. The order of eigenvalues
     below ``s`` is not resolved any more, which that noise forbids anyway.
     """
     bound = spectral_bound(a)

@@ -103,7 +103,7 @@ def _longest(places: Sequence[int], count: int) -> int:
 def find_restart_steps(
     steps: tuple[Triple, ...], restarts: int | None = None, limit: float = ERROR_LIMIT
 ) -> tuple[int, ...]:
-    """Steps before which the Gram iteration starts anew, found by trying.
+    """Steps before which the Gram iteration restarts, found by trying.
 
     Scalar models of the rounding misjudge some coefficient sets badly, so every placement is run, in the arithmetic of the
     kernels, on small matrices of four kinds; the one with the smallest worst error wins. Takes a fraction of a second, once

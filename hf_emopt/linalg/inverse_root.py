@@ -1,7 +1,8 @@
 """Inverse roots of symmetric positive semidefinite matrices, the preconditioners of Shampoo.
 
-``solver="eigh"`` is the reference. The coupled iterations are made of matrix products, batch well and run at the speed of
-a GPU's products; what they cannot do is told from their result and done again by ``eigh``, block by block.
+``solver="eigh"`` is the reference. The coupled iteration is made of matrix products, batches well and runs at the speed of a
+GPU's products (16 sides of 2048 on an H200: 12.6 to 321 ms by precision, ``eigh`` 473). Blocks that it does not solve are
+found by their residual and computed by ``eigh``.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class InverseRoot(NamedTuple):
     Attributes:
         value: ``(N, d, d)``, exactly symmetric, dtype and device of the input. NaN in failed blocks.
         residual: ``(N,)``, an estimate of the backward error, relative to ``|A|_F`` (in float64, and with 16-bit factors in
-            float32): how far the matrix whose root this is lies from ``A``. ``|A X^p A - A|_F`` for the iterations
+            float32): the distance of ``A`` from the matrix whose root this is. ``|A X^p A - A|_F`` for the iterations
             (``X = A^(-1/p)``), ``|Q L Q^T - A|_F`` for ``eigh``. Directions whose eigenvalue is below
             ``residual * lambda_max`` may be wrong by a factor.
         failed: ``(N,)`` bool. The input was not finite, or no finite root with a small residual was found.
@@ -207,7 +208,7 @@ def _by_eigh(a: Tensor, exponent: float, ridge: Tensor) -> tuple[Tensor, Tensor]
     eigenvalues, q = torch.linalg.eigh(a)
     probes = random_probes(a)
     residual = torch.cat([_reconstruction(a[s], eigenvalues[s], q[s], probes) for s in block_chunks(*a.shape[:2])])
-    # ridge is added to eigenvalues, not to A, where it would be lost beside large entries.
+    # ridge is added to eigenvalues, not to A, where large entries would swallow it.
     shifted = eigenvalues - eigenvalues[:, :1].clamp(max=0.0) + ridge.squeeze(-1)
     # Halves on both sides: the product is then symmetric, and positive, to the last bit but for summation order.
     half = q * shifted.pow(-0.5 * exponent).unsqueeze(-2)
@@ -245,7 +246,7 @@ def _by_iteration(a: Tensor, ridge: Tensor, z: Tensor, settings: _Iteration) -> 
     """Root of ``z (A + ridge I)``, residual, and which blocks are not to be trusted. ``X_0 = I`` and ``M_0`` is the matrix;
     each step makes ``X P`` and ``P^p M`` of them, so that ``M = X^p M_0`` and its convergence to ``I`` makes ``X`` the root.
 
-    All products are with ``D = P - I`` and add to what is known: ``X + X D``. As ``D`` goes to zero so does the rounding of
+    All products are with ``D = P - I`` and are added: ``X + X D``. As ``D`` goes to zero so does the rounding of
     the products, in every precision, and what has converged stays as it is without being asked about.
 
     Args:

@@ -8,7 +8,7 @@ of Polar Express (arXiv 2505.16932), with a floor. Steps that leave the identity
 with ``M - I``, and rounding with it.
 
 A ``P`` of the second degree holds a product, whose rounding does not commute with ``M``. It is for products that are more
-exact than what is wanted of the root.
+exact than the root has to be.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _NEAR = 0.1
 
 
 def finishes(polynomial: Polynomial, p: int) -> bool:
-    """Whether a step of a schedule is one of those at the end, whose error is the square or the cube of what it was."""
+    """Whether a step of a schedule is one of those at the end, which square or cube the error."""
     slope = sum(k * c for k, c in enumerate(polynomial))
     return abs(sum(polynomial) - 1.0) < 1e-9 and abs(slope + 1 / p) < 1e-9
 

@@ -156,7 +156,7 @@ def _checked_once(*arguments: Any) -> tuple[ResolvedCoefficients, float]:
     """As :func:`_checked`, which an optimizer asks the same in every step."""
     try:
         return _remembered(*arguments)
-    except TypeError:  # a list of coefficients; or what is wrong, of which the message is to tell
+    except TypeError:  # a list of coefficients, or a wrong argument, which the message is to name
         return _checked(*arguments)
 
 

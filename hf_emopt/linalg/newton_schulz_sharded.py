@@ -76,7 +76,7 @@ def newton_schulz_sharded_flops(m: int, n: int, parts: int, steps: int = 5) -> i
 
 @dataclass(frozen=True)
 class ShardedCost:
-    """What one rank computes and what it adds up with the others, for one matrix.
+    """The operations of one rank, and its sums with the others, for one matrix.
 
     Attributes:
         flops: of the rank with the longest slice.
@@ -99,7 +99,7 @@ class ShardedCost:
 def sharded_cost(
     m: int, n: int, parts: int, steps: int = 5, coefficients: CoefficientSpec = "jordan", method: Method = "standard"
 ) -> ShardedCost:
-    """What :func:`newton_schulz_sharded` costs for one ``(m, n)`` matrix with ``"scale_free"`` normalization.
+    """The cost of :func:`newton_schulz_sharded` for one ``(m, n)`` matrix with ``"scale_free"`` normalization.
 
     Products are counted as general ones, also where kernels compute half of a symmetric result.
     """
@@ -136,7 +136,7 @@ class _Slice:
     max: Reduce
 
     def frobenius_norm(self, y: Tensor) -> Tensor:
-        """Of the whole matrices, ``(..., 1, 1)``, at least in float32."""
+        """The norm of the whole matrices, ``(..., 1, 1)``, at least in float32."""
         wide = torch.promote_types(y.dtype, torch.float32)
         part: Tensor = torch.linalg.vector_norm(y, dim=(-2, -1), keepdim=True, dtype=wide)
         return self.sum(part.square()).sqrt()
@@ -310,7 +310,7 @@ def _gram_form(
         rows = y.mT if tall else y
         if rows.shape[-1]:
             product = symmul_into(rows, rows, alpha=gram_scale / scale**2)
-        else:  # an empty slice, of which no kernel is asked
+        else:  # an empty slice, which no kernel takes
             product = rows.new_zeros(*rows.shape[:-1], rows.shape[-2])
         packed = _pack(product).to(torch.promote_types(dtype, torch.float32))
         product = _unpack(all_reduce(packed).to(dtype), product.shape[-1])
@@ -351,7 +351,7 @@ def _pack(a: Tensor) -> Tensor:
 
 
 def _unpack(packed: Tensor, s: int) -> Tensor:
-    """The symmetric matrices of which :func:`_pack` took the lower triangles."""
+    """The symmetric matrices whose lower triangles :func:`_pack` took."""
     h = (s + 1) // 2
     r = s - h
     batch = packed.shape[:-1]

@@ -1,7 +1,7 @@
 """Products of 22 bits from 16-bit units, symmetric ones by half: ``A = A_1 + 2^-11 A_2`` in float16, and three products.
 
-``A_1 B_1 + 2^-11 (A_1 B_2 + A_2 B_1)``; what is left out is of the size of float32's rounding. The mixed products are not
-symmetric, their sum is.
+``A_1 B_1 + 2^-11 (A_1 B_2 + A_2 B_1)``; the product that is left out is of the size of float32's rounding. The mixed products
+are not symmetric, their sum is.
 
 Sums start at zero and ``C`` is added to them in float32, once. The units of a GPU cut what they add to a sum to the sum's
 last bit: started from ``C``, a sum of 2048 products lost 2e-5 of ``C``, always towards zero.

@@ -1,4 +1,4 @@
-"""What the functions of symmetric batches ``(N, d, d)`` share: input checks, bounds, and cheap checks of a result.
+"""Shared by the functions of symmetric batches ``(N, d, d)``: input checks, bounds, and cheap checks of a result.
 
 Nothing here synchronises with the device.
 """
@@ -63,7 +63,7 @@ def identity_where_not(finite: Tensor, a: Tensor) -> Tensor:
 
 
 def power_of_two_scale(peak: Tensor) -> Tensor:
-    """``(N, 1, 1)`` powers of two of the size of the largest entries ``(N,)``; 1 for zeros and what is not finite.
+    """``(N, 1, 1)`` powers of two of the size of the largest entries ``(N,)``; 1 for zero, infinity and NaN.
 
     Division by it is exact, and after it no square of a significant entry over- or underflows.
     """

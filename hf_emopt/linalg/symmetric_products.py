@@ -1,6 +1,6 @@
 """Products with a symmetric operand or result, the building blocks of matrix iterations.
 
-The one place where a kernel for a product is chosen. Matrices are ``(m, n)`` or batches ``(B, m, n)`` of one floating
+This module decides whether a kernel runs a product. Matrices are ``(m, n)`` or batches ``(B, m, n)`` of one floating
 dtype; nothing is changed in place unless ``out`` says so.
 
 :func:`syrk` and :func:`symmul` compute one triangle and mirror it: about half the work of a general product, and a result
@@ -106,7 +106,7 @@ def syrk(
     Args:
         a: ``(m, k)`` or ``(B, m, k)``; with ``trans`` ``(k, m)`` or ``(B, k, m)``. Any strides; neither form is copied.
         c: ``(m, m)`` or ``(B, m, m)``, symmetric, of the result's dtype; only its lower triangle is used. May be ``out``.
-        alpha, beta, diagonal: run-time numbers; nothing is compiled anew for others.
+        alpha, beta, diagonal: run-time numbers; others need no compilation.
         out_dtype: dtype of the result, default that of ``out``, of ``c``, or of ``a``. bfloat16 and float16 factors may
             give a float32 result, which then accumulates without rounding: ``syrk(g, l, alpha=1 - b, beta=b, out=l)``.
         out: where the result goes, of the result's shape and dtype, rows contiguous.

@@ -174,7 +174,7 @@ def choose(architecture: int | None, batch: int, m: int, k: int, with_c: bool = 
     entries = [entry for entry in load_table(architecture) if entry.with_c == with_c]
 
     def distance(entry: Entry) -> tuple[float, float]:
-        # The number of tiles decides how a device is filled, the depth how much a tile costs beside its ends.
+        # The number of tiles decides how a device is filled, the depth how much of its time a tile spends on its ends.
         tiles = math.log2(batch * m * m) - math.log2(entry.batch * entry.m * entry.m)
         return abs(tiles) + abs(math.log2(m / entry.m)) + 0.5 * abs(math.log2(k / entry.k)), entry.ms
 
@@ -182,7 +182,7 @@ def choose(architecture: int | None, batch: int, m: int, k: int, with_c: bool = 
 
 
 def with_wide_registers(config: Config) -> Config:
-    """For a float32 result: what is summed and its mirror image are both 32 bits wide."""
+    """For a float32 result, whose sums and mirror image are both 32 bits wide."""
     large = config.block_m * config.block_n >= 128 * 128
     return replace(config, num_warps=8) if large and config.num_warps < 8 else config
 

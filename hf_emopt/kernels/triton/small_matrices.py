@@ -127,7 +127,7 @@ def small_gram_newton_schulz_kernel(
             y = (factor * _product(q, half, UPCAST)).to(tl.float16)
             tl.store(out_ptr + offsets, y.to(out_ptr.dtype.element_ty), mask=inside)
             gram += _product(y, tl.trans(y), UPCAST)
-        # What this program stored is what it loads after the next restart.
+        # After the next restart the program loads what it has stored here.
         tl.debug_barrier()
         r = _symmetric(gram * (R_SCALE / 1048576.0))
 

@@ -112,8 +112,8 @@ def split_product_kernel(
 ):
     """``V = alpha A B + beta C + diagonal I`` as ``V + wide_diagonal I`` in float32 (``WIDE``) and in parts (``PARTS``).
 
-    ``C_PARTS``: -1 for no C, 0 for one in float32, 1 for one in parts. ``TRANS_A``, ``TRANS_B``: what is read is the
-    transpose of A, and not that of B. ``SYMMETRIC``: the tiles are those that touch the lower triangle.
+    ``C_PARTS``: -1 for no C, 0 for one in float32, 1 for one in parts. ``TRANS_A``, ``TRANS_B``: A is read
+    transposed, and B is not. ``SYMMETRIC``: the tiles are those that touch the lower triangle.
     """
     tl.assume(K > 0)
     program = tl.program_id(0)

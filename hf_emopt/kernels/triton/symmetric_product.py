@@ -103,7 +103,7 @@ def _sum(
 def _store_square(value, desc, c_desc, beta, batch, row, col, diagonal, C_LAST: tl.constexpr, SIDE: tl.constexpr):
     """A square below the diagonal and its mirror image, or one on the diagonal, mirrored in itself; none above.
 
-    The copy engine cuts off what is past the end.
+    The copy engine writes nothing past the end.
     """
     if C_LAST:  # noqa: SIM102 (a constant, and a branch of the program)
         if row >= col:

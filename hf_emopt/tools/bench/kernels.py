@@ -340,7 +340,7 @@ def run(
     tune_table: str | None = None,
     make_plot: bool = True,
 ) -> int:
-    """The subcommand: measures, prints, and writes ``output`` and a plot beside it.
+    """The subcommand: measures, prints, and writes ``output`` and a plot.
 
     Raises:
         ValueError: there is no CUDA device, or a shape that is none.
@@ -357,7 +357,7 @@ def run(
     def keep(rows: list[dict[str, Any]], products: Sequence[dict[str, Any]] = ()) -> None:
         path.write_text(json.dumps({**device_facts(), "rows": rows, "products": list(products)}, indent=1) + "\n")
 
-    rows = compare(chosen, keep=keep)  # a run that is cut short keeps what it has
+    rows = compare(chosen, keep=keep)  # a run that is cut short keeps its rows so far
     print("\n" + report(rows))
     products = compare_products(chosen)
     print("\nX X^T alone, ms:\n" + report_products(products))

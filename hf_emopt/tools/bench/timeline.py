@@ -40,7 +40,7 @@ class Timeline:
         busy: with at least one kernel running.
         by_kind: sums over kernels of ``"product"``, ``"collective"``, ``"copy"`` and ``"elementwise"``.
         by_stream: sums over kernels of each stream.
-        alone: of the kinds, time in which no kernel of another kind ran beside it.
+        alone: by kind, the time in which no kernel of another kind ran.
         kernels: number of them.
         largest: the kernels with the largest sums, ``(name, sum, launches)``.
     """
