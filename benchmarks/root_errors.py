@@ -72,7 +72,6 @@ def print_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) 
 
 def root_rows(a: Tensor, tf32: Precision) -> tuple[list[list[str]], list[list[str]]]:
     cases: list[tuple[RootSolver, Precision]] = [("eigh", "highest"), ("coupled_newton", "highest")]
-    cases += [("coupled_higher_order", "highest")]
     cases += [("coupled_newton", precision) for precision in ("bf16x3", tf32, "fp16")]
     forward, backward = [], []
     for relative_epsilon in (0.0, 1e-6, 1e-5, 1e-3):
@@ -109,8 +108,7 @@ def basis_rows(a: Tensor, tf32: Precision, angle: float) -> list[list[str]]:
 
     rows = [["before", "", "", *off_diagonal(q_old), ""]]
     cases: list[tuple[RefreshMethod, Precision]] = [("eigh", "highest"), ("qr", "highest")]
-    for method in ("orthogonal_iteration", "first_order"):
-        cases += [(method, precision) for precision in ("highest", "bf16x3", tf32)]
+    cases += [("orthogonal_iteration", precision) for precision in ("highest", "bf16x3", tf32)]
     for method, precision in cases:
         for refreshes in (1,) if method == "eigh" else (1, 10):
             q = q_old
@@ -159,16 +157,13 @@ def time_rows(shapes: Sequence[tuple[int, int]], device: torch.device) -> list[l
         cases.append((f"basis, {method}", precision, call))
 
     precisions: tuple[Precision, ...] = ("highest", "bf16x3", "tf32")
-    methods: tuple[RefreshMethod, ...] = ("orthogonal_iteration", "first_order")
     add_root("eigh", "highest")
     for precision in precisions:
         add_root("coupled_newton", precision)
-    add_root("coupled_higher_order", "highest")
     add_basis("eigh", "highest")
     add_basis("qr", "highest")
-    for method in methods:
-        for precision in precisions:
-            add_basis(method, precision)
+    for precision in precisions:
+        add_basis("orthogonal_iteration", precision)
 
     rows = [[name, precision] for name, precision, _ in cases]
     for batch, d in shapes:

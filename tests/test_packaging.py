@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
-KINDS = {".py", ".json", ".css", ".js", ".cu", ".cuh", ".typed"}  # Path("py.typed").suffix is ".typed"
+KINDS = {".py", ".json", ".css", ".js", ".typed"}  # Path("py.typed").suffix is ".typed"
 
 
 @pytest.fixture(scope="module")

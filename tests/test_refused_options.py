@@ -48,7 +48,9 @@ def test_senseless_values_are_refused_by_name(cls: type) -> None:
     ("cls", "options", "told"),
     [
         (hf_emopt.SOAP, {"weight_decay_type": "adamw"}, "decoupled, l2, corrected, independent"),
-        (hf_emopt.SOAP, {"basis_method": "QR"}, "orthogonal_iteration, qr, eigh, first_order"),
+        (hf_emopt.SOAP, {"basis_method": "QR"}, "orthogonal_iteration, qr, eigh"),
+        (hf_emopt.SOAP, {"basis_method": "first_order"}, "is gone: use 'orthogonal_iteration'"),
+        (hf_emopt.Shampoo, {"root_solver": "coupled_higher_order"}, "is gone: use 'auto', 'coupled_newton' or 'eigh'"),
         (hf_emopt.SOAP, {"betas": (0.9, 1.0)}, r"two numbers in \[0, 1\)$"),
         (hf_emopt.SOAP, {"max_preconditioner_dim": True}, "whole number"),
         (hf_emopt.Shampoo, {"matmul_precision": "tf-32"}, "highest, bf16x3, tf32"),

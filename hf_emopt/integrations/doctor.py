@@ -20,7 +20,6 @@ from hf_emopt.integrations.accelerate import ENVIRONMENT_PREFIX, EmoptPlugin
 from hf_emopt.integrations.callback import level_of_environment
 from hf_emopt.integrations.config_files import problems_of_config
 from hf_emopt.integrations.sharded_checkpoints import can_save
-from hf_emopt.kernels.hopper import compile as nvrtc
 from hf_emopt.kernels.triton import configs, runtime
 
 __all__ = ["TESTED", "Finding", "examine", "run"]
@@ -214,15 +213,6 @@ def _kernels() -> Iterator[Finding]:
             f"`hf-emopt bench kernels --tune TABLE` and set {configs.TABLE_VARIABLE}=TABLE"
         )
         yield Finding(section, f"table sm_{capability}", "note", text)
-    if any(entry.config.clusters for entry in entries):
-        if nvrtc.available():
-            text = "NVRTC is there: in one process, products of many tiles run on clusters of two multiprocessors"
-            yield Finding(section, "clusters", "ok", text)
-        else:
-            text = (
-                "no NVRTC: large products run as Triton kernels, up to a quarter slower. pip install nvidia-cuda-nvrtc"
-            )
-            yield Finding(section, "clusters", "note", text)
 
 
 def _no_kernels(device: torch.device) -> str | None:

@@ -2,12 +2,13 @@
 
 A matrix of some million elements is orthogonalized in less time than a host needs to launch twenty kernels. The second
 call with the same shape records everything between normalization and the last product (of the smallest ones normalization
-too, on a copy of the input), and later calls replay it: one launch. The input is read and the result is written where the
-caller's tensors are. Roots and bases are some hundred launches for a few sides, which take a host as long as a GPU. They are
-recorded by :func:`replayed`: what they read is copied, and what they give is copied.
+too, on a copy of the input), and later calls replay it: one launch (0.61 to 0.34 ms for 2048 x 2048 on a slow host with an
+H100). The input is read and the result is written where the caller's tensors are. Roots and bases are some hundred launches
+for a few sides, which take a host as long as a GPU. :func:`replayed` records them, and copies their inputs and results: 64 to
+47 ms of a Shampoo step of 1.1 B on four H200 under FSDP2.
 
-The graphs of a stream run one after another, so they share their memory, a *room*: a pool for what they make on the way, and
-a buffer for what goes in and out. Orthogonalizations have one, roots and bases another. Two threads must not use one stream.
+The graphs of a stream run one after another, so they share their memory, a *room*: a pool for intermediate results, and a
+buffer for inputs and outputs. Orthogonalizations have one, roots and bases another. Two threads must not use one stream.
 
 Nothing is recorded of problems above ``_MAX_ELEMENTS``, while somebody else records (then the kernels become part of that
 graph), with ``HF_EMOPT_DISABLE_CUDA_GRAPHS=1``, or once a recording has failed.
@@ -30,7 +31,7 @@ __all__ = ["DISABLE_VARIABLE", "clear", "recorded", "replayed"]
 logger = logging.getLogger("hf_emopt")
 
 DISABLE_VARIABLE = "HF_EMOPT_DISABLE_CUDA_GRAPHS"
-# Elements of two copies of the matrices and of four squares beside them: 640 MiB in 16 bits.
+# Elements of two copies of the matrices and of four square matrices: 640 MiB in 16 bits.
 _MAX_ELEMENTS = 5 * 2**26
 _MAX_RECORDED = 512
 # Of the first input of a part of replayed(): eight sides of 2048, with which roots and bases take some 2 GiB.
@@ -76,7 +77,7 @@ class _Room:
 
     def grow(self, size: int, most: int) -> None:
         """Makes the buffer at least ``size`` bytes large. Graphs that were recorded on a smaller one keep that; by doubling,
-        all of them are no more than this one, but none is larger than ``most`` or what it has to be."""
+        all of them are no more than this one, but none is larger than ``most`` or the ``size`` asked for."""
         if self.buffer.numel() < size:
             self.buffer = self._bytes(max(size, min(1 << size.bit_length(), most)))
 
@@ -195,8 +196,7 @@ def _record(full_key: Hashable, likes: list[Tensor], work: Callable[..., Pair], 
 
 
 def _make_room(place: Place) -> None:
-    """A room for the largest of all shapes that have been seen on a stream. What was recorded in a smaller one will be
-    recorded anew."""
+    """A room for the largest of all shapes that were seen on a stream. Graphs of a smaller one will be recorded again."""
     sizes = []
     for key, known in _recordings.items():
         if key[1:] == place:  # type: ignore[index]
@@ -214,7 +214,7 @@ def _capture(room: _Room, run: Callable[[], None], first: Tensor) -> torch.cuda.
     another, and what one gives has been read before the next begins.
 
     Args:
-        first: of what is read.
+        first: the first tensor that is read.
     """
     device = room.device
     room.stream.wait_stream(torch.cuda.current_stream(device))  # first, since graphs of its pool may be running
@@ -257,14 +257,14 @@ def replayed(key: Hashable, inputs: Sequence[Tensor], work: Callable[..., tuple[
     """``work(*inputs)``, replayed from its second call on.
 
     Large batches are worked on in parts of one size, or of two that differ by one: a graph then is long enough for the host
-    to be ahead of the device, there are fewer kinds of them, and what they make on the way takes no more memory than that of
+    to be ahead of the device, there are fewer kinds of them, and their intermediate results take no more memory than those of
     a part.
 
     Args:
         key: everything that the work depends on but its input.
         inputs: batches of one device and one size; shapes and dtypes are part of the key.
-        work: as for :func:`recorded`, and nothing of what it reads may lie elsewhere and change. What it gives for one member
-            of the batch depends on no other. Gives no view of an input.
+        work: as for :func:`recorded`; it reads nothing else that may change, and returns no view of an input. The results
+            for one member of the batch depend on no other.
 
     Returns:
         Tensors of the caller's own. Where nothing can be recorded, or a single member is too large, those of the work itself.

@@ -1,4 +1,4 @@
-"""What a launch over many tensors is given: chunks, addresses by list, and alignment."""
+"""The tables of a launch over many tensors: chunks, addresses by list, and alignment."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class _Chunks:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What every kernel takes: chunks, the addresses of runs by list, and whether all of it is aligned to 16 bytes."""
+    """The arguments of every kernel: chunks, addresses of flat spans by list, and whether all are aligned to 16 bytes."""
 
     run_of: Tensor
     start_of: Tensor

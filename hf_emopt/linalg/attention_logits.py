@@ -16,7 +16,7 @@ _BLOCK_NUMEL = 2**24
 
 @dataclass(frozen=True)
 class Visible:
-    """Which keys each query sees; what is left at its default hides nothing.
+    """Which keys each query sees; a field at its default hides nothing.
 
     Attributes:
         mask: ``(B or 1, H or 1, Q, K)``: bool, true where a key is seen; or floating and added to the logits, where what is
@@ -27,7 +27,7 @@ class Visible:
         offset: position of the first query among the keys.
         window: ``(left, right)``: key ``j`` is seen by query ``i`` if ``-left <= j - i - offset <= right``; under ``causal``
             the right side does not count.
-        query_segments, key_segments: ``(B or 1, Q)`` and ``(B or 1, K)`` numbers of packed sequences: only equal ones see
+        query_sequences, key_sequences: ``(B or 1, Q)`` and ``(B or 1, K)`` numbers of packed sequences: only equal ones see
             each other. Causality and window count positions in the packed row, which within a sequence is the same.
         function: ``(batch, head, query, key) -> bool`` on index tensors, as FlexAttention's ``mask_mod``.
     """
@@ -38,8 +38,8 @@ class Visible:
     causal: bool = False
     offset: int = 0
     window: tuple[int, int] | None = None
-    query_owned_regions: Tensor | None = None
-    key_owned_regions: Tensor | None = None
+    query_sequences: Tensor | None = None
+    key_sequences: Tensor | None = None
     function: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None = None
 
     def columns(self, rows: slice, keys: int) -> slice:
@@ -62,8 +62,8 @@ class Visible:
             seen.append(self.queries[:, None, rows, None])
         if self.keys is not None:
             seen.append(self.keys[:, None, None, cols])
-        if self.query_owned_regions is not None and self.key_owned_regions is not None:
-            seen.append(self.query_owned_regions[:, None, rows, None] == self.key_owned_regions[:, None, None, cols])
+        if self.query_sequences is not None and self.key_sequences is not None:
+            seen.append(self.query_sequences[:, None, rows, None] == self.key_sequences[:, None, None, cols])
         i = torch.arange(rows.start, rows.stop, device=device)[:, None]
         j = torch.arange(cols.start, cols.stop, device=device)[None, :]
         distance = j - i - self.offset
@@ -95,7 +95,7 @@ def max_logit(query: Tensor, key: Tensor, scaling: float, visible: Visible, bloc
         block_numel: logits that are held at once, at most; at least one row of queries is.
 
     Returns:
-        ``(H,)`` float32 (float64 for float64), ``-inf`` for a head of which nothing is seen.
+        ``(H,)`` float32 (float64 for float64), ``-inf`` for a head that sees no key.
     """
     batch, heads, queries, _ = query.shape
     keys = key.shape[2]
@@ -136,7 +136,7 @@ def _products(query: Tensor, key: Tensor, dtype: torch.dtype) -> Tensor:
 def logit_bound(query: Tensor, key: Tensor, scaling: float) -> Tensor:
     """``scaling * max_b (max_i |q_i| max_j |k_j|)``, which no logit of a head exceeds (Cauchy-Schwarz).
 
-    Costs one pass over query and key. Masks are not looked at, so what padding computes counts too.
+    Costs one pass over query and key. Masks are not read, so padding counts too.
 
     Args:
         query, key, scaling: as for :func:`max_logit`.

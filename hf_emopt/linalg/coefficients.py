@@ -32,7 +32,7 @@ MAX_STEPS = 100
 
 @dataclass(frozen=True)
 class ResolvedCoefficients:
-    """What an iteration runs: exactly ``len(steps)`` steps.
+    """The steps of an iteration, exactly ``len(steps)`` of them.
 
     Attributes:
         name: the set's name, or ``"custom"``.
@@ -47,23 +47,10 @@ class ResolvedCoefficients:
     safety_factor: float = 1.0
     scaling: Scaling = "frobenius"
 
-    def response(self, sigma: Any) -> Any:
-        """The singular value that ``sigma`` becomes: the composed polynomial, in the arithmetic of ``sigma``.
-
-        Args:
-            sigma: singular value(s) of the matrix divided by its Frobenius norm (``"aol"``: after row rescaling); a
-                float, or an array or tensor of any shape.
-        """
-        value = sigma / self.safety_factor
-        for a, b, c in self.steps:
-            square = value * value
-            value = value * (a + square * (b + square * c))
-        return value
-
 
 @dataclass(frozen=True)
 class CoefficientSet:
-    """A named set with its source and what it guarantees.
+    """A named set with its source and its guarantees.
 
     Attributes:
         name: key in :data:`NS_COEFFICIENTS`.

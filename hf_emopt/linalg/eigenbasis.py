@@ -21,6 +21,7 @@ from hf_emopt.linalg.symmetric_batches import (
     check_batch,
     eye_like,
     finite_blocks,
+    identity_where_not,
     largest_entry,
     power_of_two_scale,
     random_probes,
@@ -30,16 +31,13 @@ from hf_emopt.linalg.symmetric_batches import (
 
 __all__ = ["EigenbasisRefresh", "RefreshMethod", "eigenbasis", "eigendecomposition", "refresh_eigenbasis"]
 
-RefreshMethod: TypeAlias = Literal["orthogonal_iteration", "qr", "eigh", "first_order"]
+RefreshMethod: TypeAlias = Literal["orthogonal_iteration", "qr", "eigh"]
 
 # Eigenvalues below this many unit roundoffs of the largest are noise in A Q; see _shift. Of float32's and float64's own
 # roundoff four times as many, since the sums are rounded as well.
 _NOISE = 16
 # Of split factors.
 _PARTS_ROUNDOFF = 2.0**-22
-# Norm of the generator of one first-order rotation: its second-order exponential is then orthogonal to 0.35^4 / 4 = 4e-3
-# and to 1e-5 after one Newton-Schulz step.
-_MAX_ROTATION = 0.35
 
 
 class EigenbasisRefresh(NamedTuple):
@@ -50,7 +48,7 @@ class EigenbasisRefresh(NamedTuple):
             failed blocks.
         eigenvalues_estimate: ``(N, d)``, the diagonal of ``q^T A q``.
         permutation: ``(N, d)`` int64. Column ``i`` of ``q`` continues column ``permutation[:, i]`` of the old basis, so
-            what is kept per column (SOAP's second moment) must be permuted likewise: ``v.gather(-1, permutation)`` on
+            state that is kept per column (SOAP's second moment) must be permuted likewise: ``v.gather(-1, permutation)`` on
             its own axis. The identity in failed blocks.
         off_diagonal: ``(N,)``, norm of the off-diagonal part of ``q^T A q`` relative to ``|A|_F``. Infinite where the
             input was not finite.
@@ -80,13 +78,11 @@ def eigendecomposition(a: Tensor) -> tuple[Tensor, Tensor]:
         torch.linalg.LinAlgError: ``eigh`` did not converge; see :func:`hf_emopt.linalg.with_ladder`.
     """
     check_batch(a, "a", "eigendecomposition")
-    finite = finite_blocks(a).reshape(-1, 1, 1)
+    finite = finite_blocks(a)
     with matmul_precision("highest"):
-        eigenvalues, q = torch.linalg.eigh(torch.where(finite, a, eye_like(a)))
-    return (
-        eigenvalues.flip(-1).masked_fill(~finite.squeeze(-1), math.nan),
-        q.flip(-1).masked_fill(~finite, math.nan),
-    )
+        eigenvalues, q = torch.linalg.eigh(identity_where_not(finite, a))
+    failed = ~finite.unsqueeze(-1)
+    return eigenvalues.flip(-1).masked_fill(failed, math.nan), q.flip(-1).masked_fill(failed.unsqueeze(-1), math.nan)
 
 
 def eigenbasis(a: Tensor) -> Tensor:
@@ -110,7 +106,7 @@ def refresh_eigenbasis(
     """An orthonormal basis that diagonalises ``A`` better than the old one does.
 
     All methods first sort the columns of the old basis by ``diag(Q^T A Q)``, descending (and report the permutation);
-    ``orthogonal_iteration`` and ``first_order`` take all values at the rounding level of ``A`` for equal.
+    ``orthogonal_iteration`` takes all values at the rounding level of ``A`` for equal.
 
     Args:
         a: ``(N, d, d)`` symmetric positive semidefinite up to rounding, float32 or float64; not changed.
@@ -122,14 +118,12 @@ def refresh_eigenbasis(
             - ``qr``: ``A Q`` made orthonormal by Householder QR, as in the SOAP paper's program (arXiv 2409.11321). One
               iteration equals one step of the QR algorithm on ``Q^T A Q``; with a ``tolerance`` it is the adaptive QR
               of facebookresearch/optimizers.
-            - ``first_order``: a rotation by the angle of every pair of columns in first-order perturbation theory. It
-              acts on small eigenvalues as on large ones, at any ratio between them, but only from nearby.
             - ``eigh``: the decomposition itself, matched to the old columns by rank.
         iterations: this many, or with a ``tolerance`` at most this many.
         tolerance: blocks whose off-diagonal part (see ``off_diagonal``) is at most this are left alone but for the sort,
             before the first iteration and after each. Costs one read of ``(N,)`` flags on the host per iteration.
-        precision: of the products with ``A``, and of the rotation; see :mod:`hf_emopt.linalg.matmul_precision`. ``fp16``
-            splits its factors in two. Bases are made orthonormal to float32's rounding whatever it is. ``qr`` and
+        precision: of the products with ``A``; see :mod:`hf_emopt.linalg.matmul_precision`. ``fp16`` splits its factors in
+            two. Bases are made orthonormal to float32's rounding whatever it is. ``qr`` and
             ``eigh`` factorise exactly.
         orthogonality_tolerance: largest ``orthogonality``. ``None``: 2e-5 in float32, 1e-10 in float64.
         fallback: blocks that are less orthogonal, or not finite, are computed again by QR and, if that fails too, by
@@ -155,21 +149,21 @@ def refresh_eigenbasis(
     scale = power_of_two_scale(peak)
     work = a / scale
     if method in ("qr", "eigh") or tolerance is not None:  # factorizations refuse what is not finite
-        work = _with_identity(work, finite)
+        work = identity_where_not(finite, work)
     limit = orthogonality_tolerance or (2e-5 if a.dtype == torch.float32 else 1e-10)
     with matmul_precision("highest"):
         start = _measure(work, q_old, precision)
         # Columns whose estimate is noise are not sorted by it: they stay where they are. The programs that "qr" and
         # "eigh" follow do sort them.
         shift = _shift(work, precision)
-        start, permutation = _sort_columns(start, shift if method in ("orthogonal_iteration", "first_order") else None)
+        start, permutation = _sort_columns(start, shift if method == "orthogonal_iteration" else None)
         basis = _iterate(work, start, shift, _Settings(method, iterations, tolerance, precision, measure))
         orthogonality = _orthogonality(basis.q)
         fell_back = torch.zeros_like(finite)
         bad = ~(orthogonality <= limit)
         if fallback and method != "eigh" and bool(bad.any()):  # the one synchronisation
             rows = bad.nonzero().squeeze(-1)
-            repaired = _fall_back(_with_identity(work[rows], finite[rows]), start.rows(rows), limit)
+            repaired = _fall_back(identity_where_not(finite[rows], work[rows]), start.rows(rows), limit)
             basis = basis.with_rows(rows, repaired)
             orthogonality = orthogonality.index_copy(0, rows, _orthogonality(repaired.q))
             fell_back, bad = bad, ~(orthogonality <= limit)
@@ -189,11 +183,6 @@ def refresh_eigenbasis(
     )
 
 
-def _with_identity(a: Tensor, finite: Tensor) -> Tensor:
-    """The identity in place of blocks that are not finite."""
-    return torch.where(finite.reshape(-1, 1, 1), a, eye_like(a))
-
-
 def _check_refresh(
     a: Tensor, q_old: Tensor, method: str, iterations: int, tolerance: float | None, precision: Precision
 ) -> None:
@@ -204,6 +193,8 @@ def _check_refresh(
         raise TypeError(f"refresh_eigenbasis needs a and q_old in one dtype, got {a.dtype} and {q_old.dtype}")
     if a.shape != q_old.shape:
         raise ValueError(f"q_old must have the shape of a, {tuple(a.shape)}, got {tuple(q_old.shape)}")
+    if method == "first_order":
+        raise ValueError("method='first_order' is gone: use method='orthogonal_iteration', the default")
     if method not in get_args(RefreshMethod):
         raise ValueError(f"method must be one of {', '.join(get_args(RefreshMethod))}, got {method!r}")
     if iterations < 1:
@@ -277,8 +268,6 @@ def _step(a: Tensor, basis: _Basis, shift: Tensor, settings: _Settings) -> Tenso
         return torch.linalg.qr(basis.image).Q
     if settings.method == "eigh":
         return torch.linalg.eigh(a).eigenvectors.flip(-1)
-    if settings.method == "first_order":
-        return _first_order(a, basis, shift, settings.precision)
     return _orthogonal_iteration(basis, shift, settings.precision)
 
 
@@ -312,7 +301,7 @@ def _shift(a: Tensor, precision: Precision) -> Tensor:
     """``(N, 1, 1)``: somewhat above the rounding of ``A Q``.
 
     ``A + s I`` has the eigenvectors of ``A``. Without the shift, the image of a direction in the null space is rounding
-    noise and what it is scaled to is a random direction; with it, such directions stay put. The order of eigenvalues
+    noise, and scaled it is a random direction; with it, such directions stay put. The order of eigenvalues
     below ``s`` is not resolved any more, which that noise forbids anyway.
     """
     bound = spectral_bound(a)
@@ -389,50 +378,3 @@ def _orthonormalize(x: Tensor, precision: Precision) -> Tensor:
         error.diagonal(dim1=-2, dim2=-1).copy_(1.0 - torch.linalg.vector_norm(x, dim=-2).square_())
         x = torch.add(x, product(x, error, "fp16"), alpha=0.5)
     return x
-
-
-# First-order rotation
-
-
-def _first_order(a: Tensor, basis: _Basis, shift: Tensor, precision: Precision) -> Tensor:
-    """``Q exp(S)`` to second order in the antisymmetric ``S``, then Newton-Schulz steps."""
-    b = _symmetric_product(basis.q, basis.image, precision)
-    s = _rotation_generator(0.5 * (b + b.mT), basis.eigenvalues, shift, spectral_bound(a))
-    turn = _product(basis.q, s, precision)
-    x = basis.q + turn + 0.5 * _product(turn, s, precision)
-    return _orthonormalize(x, precision)
-
-
-def _rotation_generator(b: Tensor, eigenvalues: Tensor, noise: Tensor, bound: Tensor) -> Tensor:
-    """``S`` with the angle that diagonalises each pair of columns, of norm at most ``_MAX_ROTATION``.
-
-    To first order it is the eigenvectors' perturbation, ``S_ij = B_ij / (b_j - b_i)`` for ``B = Q^T A Q``. The angle of
-    Jacobi's method, ``atan(2 B_ij / (b_j - b_i)) / 2``, agrees with it for small ``B_ij`` and is at most ``pi / 4`` where
-    the gap closes. The rounding level of ``B`` is added to the gap: noise does not turn a degenerate pair.
-
-    Away from the eigenbasis the angles of many nearly degenerate pairs do not add up to a rotation. Then a larger term is
-    added to all gaps (as in Levenberg-Marquardt), which holds back these pairs and leaves those with a large gap alone.
-    """
-    gap = eigenvalues.unsqueeze(-2) - eigenvalues.unsqueeze(-1)
-    upper = torch.ones_like(b[0]).triu(1)
-    sign = torch.where(gap == 0, upper - upper.mT, gap.sign())  # antisymmetric also for equal eigenvalues
-    gap = gap.abs()
-    # From the strongest damping to the weakest that keeps the bound, without asking the host.
-    best = torch.zeros_like(b)
-    for damping in (1.0, 0.1, 0.01, 1e-3, 0.0):
-        s = 0.5 * torch.atan(2 * b / (gap + torch.maximum(damping * bound, noise))) * sign
-        size = _spectral_norm(s)
-        if damping == 1.0:
-            s, size = s * (_MAX_ROTATION / size).clamp(max=1.0), size.clamp(max=_MAX_ROTATION)
-        best = torch.where(size <= _MAX_ROTATION, s, best)
-    return best
-
-
-def _spectral_norm(s: Tensor, iterations: int = 4) -> Tensor:
-    """``(N, 1, 1)``: the 2-norm by power iteration on several vectors, 1.2 times the estimate from below."""
-    v = random_probes(s).to(s.dtype).expand(s.shape[0], -1, -1)
-    for _ in range(iterations):
-        v = s.mT @ (s @ v)
-        v = v / torch.linalg.vector_norm(v, dim=-2, keepdim=True).clamp_min(torch.finfo(s.dtype).tiny)
-    size = torch.linalg.vector_norm(s @ v, dim=-2).amax(-1)
-    return 1.2 * size.reshape(-1, 1, 1)

@@ -7,9 +7,12 @@ polynomial ``Q`` of it that ``X`` will be multiplied by, both ``m x m``, and tou
 
     P = a I + b R + c R R;   Q <- Q P;   R <- P R P;      X <- Q X  at the end
 
+It has 0.84 of the operations of the standard form for matrices 1.5 times as long as wide, 0.67 at 2.67 times and 0.58 at 4,
+symmetric products counted at half: some 15 % of the products of a Muon step of a Llama, most of whose matrices are of its
+MLP (one H200, docs/performance.md).
+
 Rounding gives ``R`` small negative eigenvalues, which grow by ``a^2`` a step. A *restart* multiplies ``Q`` into ``X`` and
-forms ``R`` anew; :func:`find_restart_steps` places as few as keep the result
-accurate.
+forms ``R`` again; :func:`find_restart_steps` places as few as keep the result accurate.
 
 Two powers of two keep float16 away from its subnormal numbers, where a large matrix would otherwise be: ``X`` is held as
 ``2 ** 10 X`` and ``R`` as ``2 ** 12 R``. They are exact and undone in the scalars of the products.
@@ -22,29 +25,40 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hf_emopt.kernels import cuda_graphs
-from hf_emopt.kernels.triton import variants
 from hf_emopt.kernels.triton.runtime import on
 from hf_emopt.linalg.coefficients import Triple
 from hf_emopt.linalg.symmetric_products import (
     Backend,
-    _is_plain,
-    _symmul_into,
-    _transposed,
+    is_plain,
+    is_transposed,
     kernels_pay,
     normalize_cast,
+    normalized_like,
+    symmul_into,
 )
 
-__all__ = ["ERROR_LIMIT", "find_restart_steps", "gram_flops", "gram_iterate", "iterate", "standard_iterate"]
+__all__ = [
+    "ERROR_LIMIT",
+    "find_restart_steps",
+    "gram_iterate",
+    "gram_polynomial",
+    "iterate",
+    "multiply",
+    "scales_of",
+    "standard_iterate",
+    "start_factor",
+]
 
 # How many times the error of the standard form in float16 the Gram form may have; bfloat16 costs the standard form 8 times.
 # At 3, singular values were seen to overshoot their band by 0.14, at 2.4 by 0.003.
 ERROR_LIMIT = 2.5
-_LONGEST_SEGMENT = 3
+_MOST_STEPS_TOGETHER = 3
 _X_SCALE = 2.0**10
 _R_SCALE = 2.0**12
 
@@ -65,12 +79,12 @@ def _trial_matrices() -> Tensor:
 
 
 def _run(steps: Sequence[Triple], restarts: Sequence[int] | None, dtype: torch.dtype) -> Tensor:
-    x = (_trial_matrices().to(torch.float64) * _scales(dtype)[0]).to(dtype)
+    x = (_trial_matrices().to(torch.float64) * scales_of(dtype)[0]).to(dtype)
     if restarts is None:
         polynomial, x = standard_iterate(x, steps, False, "torch")
     else:
         polynomial, x = gram_iterate(x, steps, restarts, False, "torch")
-    return _apply(polynomial, x, False, 1.0 / _scales(dtype)[0]).double()
+    return multiply(polynomial, x, False, 1.0 / scales_of(dtype)[0]).double()
 
 
 def _worst_ratio(steps: Sequence[Triple], places: Sequence[Sequence[int]]) -> list[float]:
@@ -89,7 +103,7 @@ def _longest(places: Sequence[int], count: int) -> int:
 def find_restart_steps(
     steps: tuple[Triple, ...], restarts: int | None = None, limit: float = ERROR_LIMIT
 ) -> tuple[int, ...]:
-    """Steps before which the Gram iteration starts anew, found by trying.
+    """Steps before which the Gram iteration restarts, found by trying.
 
     Scalar models of the rounding misjudge some coefficient sets badly, so every placement is run, in the arithmetic of the
     kernels, on small matrices of four kinds; the one with the smallest worst error wins. Takes a fraction of a second, once
@@ -110,54 +124,20 @@ def find_restart_steps(
     count = len(steps)
     if restarts is not None and not 0 <= restarts < max(count, 1):
         raise ValueError(f"{restarts} restarts do not fit between {count} steps: give 0 to {count - 1}")
-    fewest = -(-count // _LONGEST_SEGMENT) - 1
+    fewest = -(-count // _MOST_STEPS_TOGETHER) - 1
     numbers = range(fewest, min(count, fewest + 2)) if restarts is None else (restarts,)
     best: tuple[float, tuple[int, ...]] = (math.inf, ())
     for number in numbers:
         choices = list(itertools.combinations(range(1, count), number))
         if restarts is None:
-            choices = [places for places in choices if _longest(places, count) <= _LONGEST_SEGMENT]
+            choices = [places for places in choices if _longest(places, count) <= _MOST_STEPS_TOGETHER]
         best = min([best, *zip(_worst_ratio(steps, choices), choices)])
         if best[0] <= limit:
             break
     return best[1]
 
 
-def gram_flops(m: int, n: int, steps: int, restarts: int) -> int:
-    """FLOPs of the Gram form for one ``(m, n)`` matrix, a symmetric product counted at half of a general one."""
-    short, long = min(m, n), max(m, n)
-    owned_regions = restarts + 1
-    square = (
-        steps + (steps - owned_regions) + 2 * (steps - owned_regions)
-    )  # Z of each step; Q and R where an owned region goes on
-    return owned_regions * 3 * short * short * long + square * short**3
-
-
-def _product(
-    a: Tensor,
-    b: Tensor,
-    c: Tensor | None,
-    alpha: float,
-    beta: float,
-    diagonal: float,
-    backend: Backend,
-    correction: Tensor | None = None,
-    power: int = 1,
-    out: Tensor | None = None,
-) -> Tensor:
-    """``alpha A B + beta C + diagonal I`` of commuting symmetric matrices, into a new tensor or ``out``. With a
-    ``correction`` always on the kernels; see :func:`~hf_emopt.kernels.triton.symmetric_launch.symmetric_product`."""
-    out = a.new_empty((*a.shape[:-1], a.shape[-2])) if out is None else out
-    if correction is None:
-        _symmul_into(a, b, c, out, alpha, beta, diagonal, backend)
-        return out
-    from hf_emopt.kernels.triton.symmetric_launch import symmetric_product
-
-    symmetric_product(a, b, c, out, alpha=alpha, beta=beta, diagonal=diagonal, correction=correction, power=power)
-    return out
-
-
-def _apply(q: Tensor, x: Tensor, tall: bool, alpha: float = 1.0, out: Tensor | None = None) -> Tensor:
+def multiply(q: Tensor, x: Tensor, tall: bool, alpha: float = 1.0, out: Tensor | None = None) -> Tensor:
     """``alpha Q X``, or ``alpha X Q`` for tall matrices, into a new tensor or ``out``."""
     left, right = (x, q) if tall else (q, x)
     out = torch.empty_like(x) if out is None else out
@@ -167,14 +147,14 @@ def _apply(q: Tensor, x: Tensor, tall: bool, alpha: float = 1.0, out: Tensor | N
     return product(out, left, right, beta=0.0, alpha=alpha, out=out)
 
 
-def _scales(dtype: torch.dtype) -> tuple[float, float]:
-    # Other dtypes have exponents enough.
+def scales_of(dtype: torch.dtype) -> tuple[float, float]:
+    """The powers of two in which ``X`` and ``R`` are held; other dtypes than float16 have exponents enough."""
     return (_X_SCALE, _R_SCALE) if dtype == torch.float16 else (1.0, 1.0)
 
 
 def start_factor(dtype: torch.dtype, safety_factor: float) -> float:
-    """What a matrix of Frobenius norm 1 has to be multiplied by before the iterations below."""
-    return _scales(dtype)[0] / safety_factor
+    """The factor of a matrix of Frobenius norm 1 before the iterations below."""
+    return scales_of(dtype)[0] / safety_factor
 
 
 def standard_iterate(
@@ -182,39 +162,36 @@ def standard_iterate(
     steps: Sequence[Triple],
     tall: bool,
     backend: Backend = "auto",
-    correction: Tensor | None = None,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The standard form up to the last product: ``B`` and ``X``, of which the result is ``B X / scale``.
+    """The standard form up to the last product: ``B`` and ``X``; the result is ``B X / scale``.
 
     The square is completed, so that no product reads a second matrix: with ``A = X X^T + b/(2c) I``,
-    ``b X X^T + c (X X^T)^2 + a I = c A A + (a - b^2/(4c)) I``. Diagonals are added in float32 before rounding. In float16 the
-    result is as accurate as with the sums written out; in bfloat16 it is not, and they are.
+    ``b X X^T + c (X X^T)^2 + a I = c A A + (a - b^2/(4c)) I``. That saves 13 to 24 % of the second product (tiles of
+    128 x 256, H200). Diagonals are added in float32 before rounding. In float16 the result is as accurate as with the sums
+    written out; in bfloat16 it is not, and they are.
 
     Args:
         x: ``(m, n)`` or ``(B, m, n)``, scaled by :func:`start_factor`.
         tall: rows are the long side: ``X^T X``, and ``X <- X B``.
-        correction: ``(B,)`` float32, what ``x`` is still to be multiplied by; on the kernels alone, and not with ``c`` = 0 in
-            the first step.
-        out: where both are written, where given; the ``X`` of a single step is the input.
+        out: takes both, where given; the ``X`` of a single step is the input.
     """
-    shrink = 1.0 / _scales(x.dtype)[0] ** 2
+    shrink = 1.0 / scales_of(x.dtype)[0] ** 2
     polynomial = x
     for number, (a, b, c) in enumerate(steps):
         into = (None, None) if out is None or number < len(steps) - 1 else out
         if number > 0:
-            x = _apply(polynomial, x, tall, out=into[1])
+            x = multiply(polynomial, x, tall, out=into[1])
         rows = x.mT if tall else x
-        left = correction if number == 0 else None
         if c == 0.0:
-            assert left is None
-            polynomial = _product(rows, rows, None, b * shrink, 0.0, a, backend, out=into[0])
+            polynomial = symmul_into(rows, rows, out=into[0], alpha=b * shrink, diagonal=a, backend=backend)
         elif x.dtype == torch.bfloat16:
-            square = _product(rows, rows, None, shrink, 0.0, 0.0, backend, left, power=2)
-            polynomial = _product(square, square, square, c, b, a, backend, left, out=into[0])
+            square = symmul_into(rows, rows, alpha=shrink, backend=backend)
+            polynomial = symmul_into(square, square, square, into[0], alpha=c, beta=b, diagonal=a, backend=backend)
         else:
-            square = _product(rows, rows, None, shrink, 0.0, b / (2 * c), backend, left, power=2)
-            polynomial = _product(square, square, None, c, 0.0, a - b * b / (4 * c), backend, left, out=into[0])
+            square = symmul_into(rows, rows, alpha=shrink, diagonal=b / (2 * c), backend=backend)
+            rest = a - b * b / (4 * c)
+            polynomial = symmul_into(square, square, out=into[0], alpha=c, diagonal=rest, backend=backend)
     return polynomial, x
 
 
@@ -224,48 +201,40 @@ def gram_iterate(
     restarts: Sequence[int],
     tall: bool,
     backend: Backend = "auto",
-    correction: Tensor | None = None,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The Gram form up to the last product: ``Q`` and ``X``. Arguments as for :func:`standard_iterate`, and the steps to
     restart before; without any, ``X`` is the input."""
-    scale, gram_scale = _scales(x.dtype)
+    scale, gram_scale = scales_of(x.dtype)
     q = x
     for start, end in zip([0, *restarts], [*restarts, len(steps)]):
         into = (None, None) if out is None or end < len(steps) else out
         if start > 0:
-            x = _apply(q, x, tall, out=into[1])
+            x = multiply(q, x, tall, out=into[1])
         rows = x.mT if tall else x
-        left = correction if start == 0 else None
-        r = _product(rows, rows, None, gram_scale / scale**2, 0.0, 0.0, backend, left, power=2)
-        q = _owned_region(r, steps[start:end], gram_scale, backend, left, into[0])
+        r = symmul_into(rows, rows, alpha=gram_scale / scale**2, backend=backend)
+        q = gram_polynomial(r, steps[start:end], gram_scale, backend, into[0])
     return q, x
 
 
-def _owned_region(
-    r: Tensor,
-    steps: Sequence[Triple],
-    scale: float,
-    backend: Backend,
-    correction: Tensor | None = None,
-    out: Tensor | None = None,
+def gram_polynomial(
+    r: Tensor, steps: Sequence[Triple], scale: float, backend: Backend = "auto", out: Tensor | None = None
 ) -> Tensor:
-    """``Q`` after ``steps`` for ``R / scale``: ``P = a I + b R + c R R``, ``Q <- Q P``, ``R <- P (R P)``; in the end times
-    ``correction``. Into ``out`` where given, but for a single linear step."""
+    """``Q`` after ``steps`` for ``R / scale``: ``P = a I + b R + c R R``, ``Q <- Q P``, ``R <- P (R P)``. Into ``out`` where
+    given, but for a single linear step."""
     q: Tensor | None = None
     for number, (a, b, c) in enumerate(steps):
-        last, into = (correction, out) if number == len(steps) - 1 else (None, None)
+        into = out if number == len(steps) - 1 else None
         if c == 0.0:
-            assert q is not None or last is None
             p = (r.float() if r.dtype == torch.float16 else r) * (b / scale)
             p.diagonal(dim1=-2, dim2=-1).add_(a)
             p = p.to(r.dtype)
         else:
-            first = (last, into) if q is None else (None, None)
-            p = _product(r, r, r, c / scale**2, b / scale, a, backend, first[0], out=first[1])
-        q = p if q is None else _product(q, p, None, 1.0, 0.0, 0.0, backend, last, out=into)
+            first = into if q is None else None
+            p = symmul_into(r, r, r, first, alpha=c / scale**2, beta=b / scale, diagonal=a, backend=backend)
+        q = p if q is None else symmul_into(q, p, out=into, backend=backend)
         if number < len(steps) - 1:
-            r = _product(p, _product(r, p, None, 1.0, 0.0, 0.0, backend), None, 1.0, 0.0, 0.0, backend)
+            r = symmul_into(p, symmul_into(r, p, backend=backend), backend=backend)
     assert q is not None
     return q
 
@@ -284,147 +253,134 @@ def iterate(
         x: ``(m, n)`` or ``(B, m, n)``, any floating dtype.
         dtype: of products and result.
     """
-    if not _is_plain(x):
+    if not is_plain(x):
         flat = [number for step in steps for number in step]
         places = None if restarts is None else list(restarts)
         return torch.ops.hf_emopt.newton_schulz(x, flat, places, safety_factor, dtype, backend)
-    return _iterate(x, tuple(steps), None if restarts is None else tuple(restarts), safety_factor, dtype, backend)
+    return _iterate(x, steps, restarts, safety_factor, dtype, backend)
 
 
 def _iterate(
     x: Tensor,
-    steps: tuple[Triple, ...],
-    restarts: tuple[int, ...] | None,
+    steps: Sequence[Triple],
+    restarts: Sequence[int] | None,
     safety_factor: float,
     dtype: torch.dtype,
     backend: Backend,
 ) -> Tensor:
-    form = _form_of(
-        x.shape, x.stride(), x.dtype, x.device, steps, restarts, safety_factor, dtype, backend, kernels_pay(x.device),
-        variants.chosen(),
-    )  # fmt: skip
+    places = None if restarts is None else tuple(restarts)
+    settings = _Settings(tuple(steps), places, safety_factor, dtype, backend)
+    form = _form_of(settings, x.shape, x.stride(), x.dtype, x.device, kernels_pay(x.device))
     with on(x.device):
-        return _iterate_there(x, form)
+        return form.run(x)
 
 
 # Up to here a copy of the input costs a GPU less than two launches of the normalization cost a host: both become part of
 # the graph.
 _COPIED_ELEMENTS = 2**23
 # Fewer matrices leave most of a device idle when each has one program.
-_SMALL_BATCH = 16
+_SMALL_BATCH, _SMALL_SIDE = 16, 64
 
 
-@dataclass(frozen=True, eq=False)
-class _Form:
-    """How inputs of one shape, layout and dtype are orthogonalized. Worked out once: a host has no time for it in every
-    step. What it works out to is its identity, by which graphs are found again.
-
-    Attributes:
-        factor: of the normalization, see :func:`start_factor`.
-        likes: what is normalized into, without memory, and a correction for each matrix where the norm is estimated first.
-        copy: where a graph begins with a copy of the input, what is copied into, without memory.
-        one_program: each matrix has one program of one launch.
-    """
+class _Settings(NamedTuple):
+    """The arguments of :func:`iterate` but the matrix."""
 
     steps: tuple[Triple, ...]
     restarts: tuple[int, ...] | None
     safety_factor: float
+    dtype: torch.dtype
     backend: Backend
-    factor: float
+
+
+@dataclass(frozen=True, eq=False)
+class _Form:
+    """How inputs of one shape, layout and dtype are orthogonalized. It is worked out once, since a host has no time for it
+    in every step, and its identity is the key of the graphs.
+
+    Attributes:
+        batch: number of matrices.
+        tall: rows are the long side.
+        like: shape and strides of a normalized input, without memory.
+        copy: where a graph begins with a copy of the input, the shape of the copy, without memory.
+        one_program: each matrix has one program of one launch.
+    """
+
+    settings: _Settings
     batch: int
     tall: bool
-    likes: tuple[Tensor, ...]
+    like: Tensor
     copy: Tensor | None
     one_program: bool
 
-    def work(
-        self, y: Tensor, correction: Tensor | None = None, out: tuple[Tensor, Tensor] | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def run(self, x: Tensor) -> Tensor:
+        """The orthogonalized input."""
+        if self.one_program:
+            return self._by_one_program(x)
+        if not cuda_graphs.usable(self.batch, min(x.shape[-2:]), max(x.shape[-2:]), x.device):
+            polynomial, y = self.whole(x)
+        elif self.copy is not None:
+            polynomial, y = cuda_graphs.recorded(self, [self.copy], x.device, lambda copy: copy.copy_(x), self.whole)
+        else:
+            polynomial, y = cuda_graphs.recorded(
+                self, [self.like], x.device, lambda out: self._normalize(x, out), self.work
+            )
+        return multiply(polynomial, y, self.tall, 1.0 / scales_of(y.dtype)[0])
+
+    def work(self, y: Tensor, out: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
         """All between the normalization and the last product."""
-        if self.restarts is None:
-            return standard_iterate(y, self.steps, self.tall, self.backend, correction, out)
-        return gram_iterate(y, self.steps, self.restarts, self.tall, self.backend, correction, out)
+        steps, restarts, _, _, backend = self.settings
+        if restarts is None:
+            return standard_iterate(y, steps, self.tall, backend, out)
+        return gram_iterate(y, steps, restarts, self.tall, backend, out)
 
     def whole(self, x: Tensor, out: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
         """The same with the normalization."""
-        y, *correction = self.started(x)
-        return self.work(y, correction[0] if correction else None, out)
+        return self.work(self._normalize(x, torch.empty_like(self.like, device=x.device)), out)
 
-    def started(self, x: Tensor) -> list[Tensor]:
-        """``x`` normalized, and its corrections where there are any."""
-        outs = [torch.empty_like(like, device=x.device) for like in self.likes]
-        _start(x, self.factor, self.backend, *outs)
-        return outs
+    def _normalize(self, x: Tensor, out: Tensor) -> Tensor:
+        factor = start_factor(self.settings.dtype, self.settings.safety_factor)
+        return normalize_cast(x, out.dtype, factor, out=out, backend=self.settings.backend)
+
+    def _by_one_program(self, x: Tensor) -> Tensor:
+        from hf_emopt.kernels.triton.small_matrices import small_gram_newton_schulz
+
+        steps, restarts, safety_factor, _, _ = self.settings
+        assert restarts is not None
+        out = torch.empty_like(self.like, device=x.device)
+        flat = [number for step in steps for number in step]
+        batched = (x, out) if x.ndim == 3 else (x[None], out[None])
+        small_gram_newton_schulz(batched[0], flat, restarts, safety_factor, batched[1])
+        return out
 
 
 @functools.lru_cache(maxsize=1024)
 def _form_of(
+    settings: _Settings,
     shape: torch.Size,
     strides: tuple[int, ...],
     given: torch.dtype,
     device: torch.device,
-    steps: tuple[Triple, ...],
-    restarts: tuple[int, ...] | None,
-    safety_factor: float,
-    dtype: torch.dtype,
-    backend: Backend,
     pays: bool,
-    chosen: frozenset[str],
 ) -> _Form:
-    """The form of an input with these ``shape``, ``strides`` and dtype, where kernels pay or not and some variants are on."""
+    """The form of an input with these ``shape``, ``strides`` and dtype, where kernels pay or not."""
     like = torch.empty_strided(shape, strides, dtype=given, device="meta")
     batch = shape[0] if len(shape) == 3 else 1
-    kernels = pays and backend != "torch"
-    narrow = given in (torch.float32, torch.bfloat16, torch.float16)
-    one_program = kernels and narrow and min(shape[-2:]) <= 64 and batch >= _SMALL_BATCH
-    estimates = kernels and narrow and "estimate" in chosen and bool(steps) and steps[0][2] != 0.0
-    likes = [_dense(like, dtype)]
-    if estimates and dtype in (torch.bfloat16, torch.float16):
-        likes.append(torch.empty(batch, dtype=torch.float32, device="meta"))
-    return _Form(
-        steps, restarts, safety_factor, backend, start_factor(dtype, safety_factor), batch, shape[-2] > shape[-1],
-        tuple(likes), _dense(like, given) if like.numel() <= _COPIED_ELEMENTS else None,
-        one_program and restarts is not None and dtype == torch.float16,
-    )  # fmt: skip
-
-
-def _iterate_there(x: Tensor, form: _Form) -> Tensor:
-    if form.one_program:
-        from hf_emopt.kernels.triton.small_launch import small_gram_newton_schulz
-
-        assert form.restarts is not None
-        out = torch.empty_like(form.likes[0], device=x.device)
-        batched = (x, out) if x.ndim == 3 else (x[None], out[None])
-        flat = [number for step in form.steps for number in step]
-        small_gram_newton_schulz(batched[0], flat, list(form.restarts), form.safety_factor, batched[1])
-        return out
-    if not cuda_graphs.usable(form.batch, min(x.shape[-2:]), max(x.shape[-2:]), x.device):
-        polynomial, y = form.whole(x)
-    elif form.copy is not None:
-        polynomial, y = cuda_graphs.recorded(form, [form.copy], x.device, lambda copy: copy.copy_(x), form.whole)
-    else:
-        polynomial, y = cuda_graphs.recorded(
-            form, form.likes, x.device, lambda *outs: _start(x, form.factor, form.backend, *outs), form.work
-        )
-    return _apply(polynomial, y, form.tall, 1.0 / _scales(y.dtype)[0])
-
-
-def _start(x: Tensor, factor: float, backend: Backend, out: Tensor, correction: Tensor | None = None) -> None:
-    """``factor X / ||X||`` into ``out``; where there is a ``correction`` that is left to be multiplied by, into it."""
-    if correction is None:
-        normalize_cast(x, out.dtype, factor, out=out, backend=backend)
-        return
-    from hf_emopt.kernels.triton.estimated_launch import estimated_cast
-
-    if _transposed(x):
-        x, out = x.mT, out.mT
-    x = x.contiguous()
-    estimated_cast(*((x, factor, out) if x.ndim == 3 else (x[None], factor, out[None])), correction)
+    one_program = (
+        pays
+        and settings.backend != "torch"
+        and given in (torch.float32, torch.bfloat16, torch.float16)
+        and min(shape[-2:]) <= _SMALL_SIDE
+        and batch >= _SMALL_BATCH
+        and settings.restarts is not None
+        and settings.dtype == torch.float16
+    )
+    copy = _dense(like, given) if like.numel() <= _COPIED_ELEMENTS else None
+    return _Form(settings, batch, shape[-2] > shape[-1], _dense(like, settings.dtype), copy, one_program)
 
 
 def _dense(x: Tensor, dtype: torch.dtype) -> Tensor:
     """A tensor without memory that has the shape and strides of a normalized ``x``."""
-    if _transposed(x):
+    if is_transposed(x):
         return torch.empty(x.mT.shape, dtype=dtype, device="meta").mT
     return torch.empty(x.shape, dtype=dtype, device="meta")
 
@@ -439,7 +395,7 @@ def _iterate_op(
     backend: str,
 ) -> Tensor:
     steps = tuple(zip(coefficients[::3], coefficients[1::3], coefficients[2::3], strict=True))
-    return _iterate(x, steps, None if restarts is None else tuple(restarts), safety_factor, dtype, backend)  # type: ignore[arg-type]
+    return _iterate(x, steps, restarts, safety_factor, dtype, backend)  # type: ignore[arg-type]
 
 
 @_iterate_op.register_fake
@@ -451,6 +407,4 @@ def _(
     dtype: torch.dtype,
     backend: str,
 ) -> Tensor:
-    if x.stride(-1) != 1 and x.mT.is_contiguous():
-        return torch.empty_like(x.mT, dtype=dtype).mT
-    return x.new_empty(x.shape, dtype=dtype)
+    return normalized_like(x, dtype)

@@ -23,8 +23,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hf_emopt.kernels.triton import half_launch
-from hf_emopt.linalg.inverse_root_schedule import Polynomial, finishes
+from hf_emopt.linalg.inverse_root_schedule import Polynomial, finishes, power_deviation
 from hf_emopt.linalg.split_products import Parts, joined, split, split_product
 from hf_emopt.linalg.symmetric_products import kernels_pay, symmul
 
@@ -91,7 +90,7 @@ def _step(
         rounded = x.half() if scale == 1.0 else torch.mul(x, scale, out=torch.empty_like(d))
         symmul(rounded, d, x, alpha=1.0 / scale, beta=1.0, out=x)
     if not last:
-        symmul(_power(d, p), m, e, beta=1.0, out=e)
+        symmul(power_deviation(d, p, torch.add, _times), m, e, beta=1.0, out=e)
     return x
 
 
@@ -112,24 +111,12 @@ def _split_step(
     else:
         split_product(split(x, scale=scale), d, alpha=1.0 / scale, c=x, beta=1.0, out=x)
     if not last:
-        split_product(_split_power(d, p), m, c=e, beta=1.0, out=e)
+        power = power_deviation(d, p, lambda one, other: joined(one) + joined(other), _split_times)
+        split_product(power, m, c=e, beta=1.0, out=e)
     return x
 
 
-def _split_power(d: Parts, n: int) -> Parts:
-    """``(I + D)^n - I`` by squaring."""
-    result: Parts | None = None
-    while True:
-        if n & 1:
-            result = d if result is None else _times(result, d, joined(result) + joined(d), 1.0)
-        n >>= 1
-        if n == 0:
-            assert result is not None
-            return result
-        d = _times(d, d, d, 2.0)
-
-
-def _times(a: Parts, b: Parts, c: Tensor | Parts, beta: float) -> Parts:
+def _split_times(a: Parts, b: Parts, c: Tensor | Parts, beta: float) -> Parts:
     value = split_product(a, b, c=c, beta=beta, parts=True)[1]
     assert value is not None
     return value
@@ -142,7 +129,9 @@ def _factors(e: Tensor, lift: float, slope: float, active: Tensor) -> tuple[Tens
     """
     scaled = abs(lift) > 1e-9
     if kernels_pay(e.device) and e.is_contiguous():
-        return half_launch.factors(e, lift, slope, active if scaled else None)
+        from hf_emopt.kernels.triton.half_precision import factors
+
+        return factors(e, lift, slope, active if scaled else None)
     d, m = torch.empty(e.shape, dtype=torch.float16, device=e.device), e.half()
     on = active.to(e.dtype).view(-1, 1) if scaled else torch.ones((), device=e.device)
     torch.mul(e, (on * slope).view(-1, 1, 1), out=d)
@@ -151,18 +140,9 @@ def _factors(e: Tensor, lift: float, slope: float, active: Tensor) -> tuple[Tens
     return d, m
 
 
+def _times(a: Tensor, b: Tensor, c: Tensor, beta: float) -> Tensor:
+    return symmul(a, b, c, beta=beta)
+
+
 def _diagonal(x: Tensor) -> Tensor:
     return x.diagonal(dim1=-2, dim2=-1)
-
-
-def _power(d: Tensor, n: int) -> Tensor:
-    """``(I + D)^n - I`` by squaring."""
-    result: Tensor | None = None
-    while True:
-        if n & 1:
-            result = d if result is None else symmul(result, d, result + d, beta=1.0)
-        n >>= 1
-        if n == 0:
-            assert result is not None
-            return result
-        d = symmul(d, d, d, beta=2.0)

@@ -8,7 +8,7 @@ of Polar Express (arXiv 2505.16932), with a floor. Steps that leave the identity
 with ``M - I``, and rounding with it.
 
 A ``P`` of the second degree holds a product, whose rounding does not commute with ``M``. It is for products that are more
-exact than what is wanted of the root.
+exact than the root has to be.
 """
 
 from __future__ import annotations
@@ -16,24 +16,45 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from typing import TypeAlias
+from collections.abc import Callable
+from typing import Any, TypeAlias, TypeVar
 
-__all__ = ["Polynomial", "finishes", "higher_order_schedule", "newton_schedule"]
+__all__ = ["Polynomial", "finishes", "newton_schedule", "power_deviation"]
 
 Polynomial: TypeAlias = "tuple[float, ...]"
 """``P(M)`` by its coefficients, lowest first."""
 
+MatrixT = TypeVar("MatrixT")
+
 _FLOOR = 0.5
 # The error that the last steps start from: they are worth little above.
 _NEAR = 0.1
-# Steps of an unscaled iteration from the linear phase to rounding level.
-_LAST_STEPS = 6
 
 
 def finishes(polynomial: Polynomial, p: int) -> bool:
-    """Whether a step of a schedule is one of those at the end, whose error is the square or the cube of what it was."""
+    """Whether a step of a schedule is one of those at the end, which square or cube the error."""
     slope = sum(k * c for k, c in enumerate(polynomial))
     return abs(sum(polynomial) - 1.0) < 1e-9 and abs(slope + 1 / p) < 1e-9
+
+
+def power_deviation(
+    d: MatrixT, n: int, add: Callable[[MatrixT, MatrixT], Any], times: Callable[..., MatrixT]
+) -> MatrixT:
+    """``(I + D)^n - I`` by squaring.
+
+    Args:
+        add: ``A + B``.
+        times: ``(A, B, C, beta)`` to ``A B + beta C``; ``C`` is a ``D`` or what ``add`` gives.
+    """
+    result: MatrixT | None = None
+    while True:
+        if n & 1:
+            result = d if result is None else times(result, d, add(result, d), 1.0)
+        n >>= 1
+        if n == 0:
+            assert result is not None
+            return result
+        d = times(d, d, d, 2.0)
 
 
 @functools.lru_cache(maxsize=256)
@@ -158,13 +179,3 @@ def _series(p: int) -> Polynomial:
     """``I + E / p + (p + 1) E^2 / (2 p^2)``, ``E = I - M``: three terms of the series of ``(I - E)^(-1/p)``."""
     first, second = 1 / p, (p + 1) / (2 * p * p)
     return 1 + first + second, -first - 2 * second, second
-
-
-@functools.lru_cache(maxsize=256)
-def higher_order_schedule(p: int, lowest: float, unit: float, degree: int = 2) -> tuple[Polynomial, ...]:
-    """The third-order iteration without scaling (Lakic 1998), for ``M_0`` with its spectrum in ``[lowest, 1]``. Arguments as
-    for :func:`newton_schedule`; there is one degree, and ``unit`` is float32's or smaller."""
-    step = _series(p)
-    lift = step[0] ** p
-    count = math.ceil(math.log(1 / lowest) / math.log(lift)) + _LAST_STEPS
-    return (step,) * count

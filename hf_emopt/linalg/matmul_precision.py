@@ -1,6 +1,6 @@
 """Precision of float32 matrix products: exact, or through the reduced-precision units of a GPU.
 
-Errors and times of what is made of them are in docs/roots-and-bases.md.
+Errors and times of roots and bases are in docs/roots-and-bases.md.
 
 | name | how | unit roundoff |
 |---|---|---|
@@ -16,7 +16,7 @@ not offered: the units cut their sums as well, so at d = 1024 it is no better th
 
 ``fp16`` has the mantissa of ``tf32`` at twice its rate, and symmetric results at four times of it
 (:mod:`hf_emopt.linalg.symmetric_products`). What it has not is the range: elements of less than 2^-25 of their matrix's
-largest are lost, which is nothing beside the rounding of the large ones.
+largest are lost, which is far below the rounding of the large ones.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from hf_emopt.kernels.triton import half_launch
 from hf_emopt.linalg.symmetric_batches import power_of_two_scale
 from hf_emopt.linalg.symmetric_products import kernels_pay
 
@@ -177,7 +176,7 @@ def scaled_half(x: Tensor, peak: Tensor | None = None) -> tuple[Tensor, Tensor]:
 
     Args:
         x: ``(m, n)``, ``(N, m, n)``, or ``(N, count, m, n)`` for batches of blocks; float32 or 16 bits, any strides.
-        peak: ``(N * count,)`` float32, for the largest entries, where they are known without a look at all.
+        peak: ``(N * count,)`` float32, for the largest entries, where they are known.
 
     Returns:
         The rounded matrices, all blocks as one batch, and ``(N, 1, 1)`` (``(1, 1)`` for one matrix) in float32. ``s`` is from
@@ -186,9 +185,12 @@ def scaled_half(x: Tensor, peak: Tensor | None = None) -> tuple[Tensor, Tensor]:
     if x.ndim == 2:
         half, scale = scaled_half(x[None], peak)
         return half[0], scale[0]
-    if kernels_pay(x.device) and half_launch.takes(x) and x.dtype in (torch.float32, torch.bfloat16, torch.float16):
-        half, scale = half_launch.scaled_half(x, _LEAST_SCALE, _LARGEST_SCALE, peak)
-        return half, scale.view(-1, 1, 1)
+    if x.dtype in (torch.float32, torch.bfloat16, torch.float16) and kernels_pay(x.device):
+        from hf_emopt.kernels.triton import half_precision
+
+        if half_precision.takes(x):
+            half, scale = half_precision.scaled_half(x, _LEAST_SCALE, _LARGEST_SCALE, peak)
+            return half, scale.view(-1, 1, 1)
     x = x.flatten(0, -3)
     if peak is None:
         peak = torch.linalg.vector_norm(x, math.inf, dim=(-2, -1)) if x.numel() else x.new_zeros(x.shape[0])
@@ -230,8 +232,8 @@ def _is_transpose(a: Tensor, b: Tensor) -> bool:
 def product(a: Tensor, b: Tensor, precision: Precision = "highest") -> Tensor:
     """``A B`` for matrices or batches ``(..., m, k)``, ``(..., k, n)`` of one dtype, float32 or float64.
 
-    In the split ``A = A1 + A2 + ...`` the product is ``A1 B1 + (A1 B2 + A2 B1)``; what is left out is of the size of the
-    unit roundoff. Infinities and NaN spread as in a plain product (an infinity may become a NaN).
+    In the split ``A = A1 + A2 + ...`` the product is ``A1 B1 + (A1 B2 + A2 B1)``; the product that is left out is of the size
+    of the unit roundoff. Infinities and NaN spread as in a plain product (an infinity may become a NaN).
     """
     if a.dtype == torch.float64 or precision in ("highest", "tf32"):
         with matmul_precision(precision):

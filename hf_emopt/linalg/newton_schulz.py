@@ -101,7 +101,7 @@ def newton_schulz(
         ValueError: fewer than two dimensions, another ``dtype``, unknown coefficients, normalization or method, ``eps``
             where it has no meaning, or the Gram form in bfloat16 or with a normalization or set it does not have.
     """
-    _check_input(x)
+    check_input(x)
     arguments = (coefficients, steps, dtype, eps, normalization, method)
     resolved, floor = (_checked if torch.compiler.is_compiling() else _checked_once)(*arguments)
     kernels = normalization == "scale_free" and resolved.scaling == "frobenius" and _kernels_pay(x.device)
@@ -142,10 +142,10 @@ def _checked(
 ) -> tuple[ResolvedCoefficients, float]:
     """The coefficients and the floor of the norm, of arguments that are right."""
     if dtype is not None:
-        _check_dtype(dtype)
+        check_dtype(dtype)
     resolved = resolve_coefficients(coefficients, steps)
-    floor = _check_normalization(normalization, eps, resolved)
-    _check_method(method, dtype, normalization, resolved)
+    floor = check_normalization(normalization, eps, resolved)
+    check_method(method, dtype, normalization, resolved)
     return resolved, floor
 
 
@@ -156,25 +156,25 @@ def _checked_once(*arguments: Any) -> tuple[ResolvedCoefficients, float]:
     """As :func:`_checked`, which an optimizer asks the same in every step."""
     try:
         return _remembered(*arguments)
-    except TypeError:  # a list of coefficients; or what is wrong, of which the message is to tell
+    except TypeError:  # a list of coefficients, or a wrong argument, which the message is to name
         return _checked(*arguments)
 
 
-def _check_input(x: Tensor) -> None:
+def check_input(x: Tensor) -> None:
     if not x.is_floating_point():
         raise TypeError(f"newton_schulz needs a real floating-point tensor, got {x.dtype}")
     if x.ndim < 2:
         raise ValueError(f"newton_schulz needs matrices (..., m, n), got shape {tuple(x.shape)}")
 
 
-def _check_dtype(dtype: torch.dtype) -> torch.dtype:
+def check_dtype(dtype: torch.dtype) -> torch.dtype:
     if dtype not in _COMPUTE_DTYPES:
         names = ", ".join(str(known).removeprefix("torch.") for known in _COMPUTE_DTYPES)
         raise ValueError(f"newton_schulz computes in {names}, not in {dtype}")
     return dtype
 
 
-def _check_method(method: str, dtype: torch.dtype | None, normalization: str, resolved: ResolvedCoefficients) -> None:
+def check_method(method: str, dtype: torch.dtype | None, normalization: str, resolved: ResolvedCoefficients) -> None:
     if method not in get_args(Method):
         raise ValueError(f"method must be one of {', '.join(get_args(Method))}, got {method!r}")
     if method != "gram":
@@ -209,7 +209,7 @@ def gram_pays(m: int, n: int) -> bool:
     return max(m, n) >= _GRAM_RATIO * min(m, n)
 
 
-def _check_normalization(normalization: str, eps: float | None, resolved: ResolvedCoefficients) -> float:
+def check_normalization(normalization: str, eps: float | None, resolved: ResolvedCoefficients) -> float:
     if normalization not in get_args(Normalization):
         raise ValueError(f"normalization must be one of {', '.join(get_args(Normalization))}, got {normalization!r}")
     if normalization == "scale_free":

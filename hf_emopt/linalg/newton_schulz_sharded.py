@@ -20,22 +20,21 @@ from torch import Tensor
 from hf_emopt.linalg.coefficients import CoefficientSpec, ResolvedCoefficients, resolve_coefficients
 from hf_emopt.linalg.cost import Form, Method, cheapest_form
 from hf_emopt.linalg.gram_newton_schulz import (
-    _apply,
-    _owned_region,
-    _product,
-    _scales,
     find_restart_steps,
+    gram_polynomial,
+    multiply,
+    scales_of,
     start_factor,
 )
 from hf_emopt.linalg.newton_schulz import (
     Normalization,
-    _check_dtype,
-    _check_input,
-    _check_method,
-    _check_normalization,
+    check_dtype,
+    check_input,
+    check_method,
+    check_normalization,
     default_dtype,
 )
-from hf_emopt.linalg.symmetric_products import add_product, gram, symmetric_polynomial
+from hf_emopt.linalg.symmetric_products import add_product, gram, symmetric_polynomial, symmul_into
 
 __all__ = ["Method", "Reduce", "newton_schulz_sharded"]
 
@@ -141,14 +140,14 @@ def newton_schulz_sharded(
             ``full_shape``; rows of square matrices with a coefficient set that rescales rows; the Gram form without
             ``index``.
     """
-    _check_input(x)
+    check_input(x)
     dim = _check_slice(x, dim, full_shape, start, parts)
     resolved = resolve_coefficients(coefficients, steps)
-    _check_method(method, dtype, normalization, resolved)
+    check_method(method, dtype, normalization, resolved)
     if dtype is None:
         dtype = torch.float16 if method == "gram" and x.device.type == "cuda" else default_dtype(x.device)
-    dtype = _check_dtype(dtype)
-    floor = _check_normalization(normalization, eps, resolved)
+    dtype = check_dtype(dtype)
+    floor = check_normalization(normalization, eps, resolved)
     if resolved.scaling == "aol" and dim == -2 and full_shape[0] == full_shape[1]:
         raise ValueError(
             f"coefficient set {resolved.name!r} rescales rows of square matrices, which are whole only when these are cut "
@@ -233,21 +232,21 @@ def _gram_form(
     norm = ((peaks / safe).square() * squares).sum(-1, keepdim=True).sqrt().clamp(min=1.0)
     divisor = (norm / start_factor(dtype, resolved.safety_factor))[..., None]
     y = (wide / safe[..., None]).div_(divisor).to(dtype)
-    scale, gram_scale = _scales(dtype)
+    scale, gram_scale = scales_of(dtype)
     restarts = find_restart_steps(resolved.steps)
     q = y
     for first, last in zip([0, *restarts], [*restarts, len(resolved.steps)]):
         if first > 0:
-            y = _apply(q, y, tall)
+            y = multiply(q, y, tall)
         rows = y.mT if tall else y
         if rows.shape[-1]:
-            product = _product(rows, rows, None, gram_scale / scale**2, 0.0, 0.0, "auto")
+            product = symmul_into(rows, rows, alpha=gram_scale / scale**2)
         else:  # an empty slice, of which no kernel is asked
             product = rows.new_zeros(*rows.shape[:-1], rows.shape[-2])
         packed = _pack(product).to(torch.promote_types(dtype, torch.float32))
         product = _unpack(all_reduce(packed).to(dtype), product.shape[-1])
-        q = _owned_region(product, resolved.steps[first:last], gram_scale, "auto")
-    return _apply(q, y, tall, 1.0 / scale)
+        q = gram_polynomial(product, resolved.steps[first:last], gram_scale)
+    return multiply(q, y, tall, 1.0 / scale)
 
 
 def _own_scale(x: Tensor) -> tuple[Tensor, Tensor]:

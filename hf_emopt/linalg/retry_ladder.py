@@ -1,4 +1,4 @@
-"""What to do when a decomposition fails: a ladder of ever safer attempts, for the failed blocks alone."""
+"""The retry ladder: where a decomposition fails, ever safer attempts, for the failed blocks alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from hf_emopt.linalg.symmetric_batches import check_batch, eye_like, finite_blocks
+from hf_emopt.linalg.symmetric_batches import check_batch, eye_like, finite_blocks, identity_where_not
 
 __all__ = ["LadderReport", "LadderResult", "with_ladder"]
 
@@ -24,7 +24,7 @@ ResultT = TypeVar("ResultT", bound="tuple[Tensor, ...]")
 
 @dataclass(frozen=True)
 class LadderReport:
-    """Where the blocks of one or (added up) several calls came to an end, as host numbers.
+    """Numbers of blocks by the rung of the retry ladder that solved them, of one or (added up) several calls.
 
     Attributes:
         blocks: how many there were.
@@ -74,7 +74,7 @@ def with_ladder(
     *aligned: Tensor,
     optimistic: Callable[..., ResultT] | None = None,
 ) -> LadderResult[ResultT]:
-    """``fn(a, *aligned)``, and for the blocks of which this fails, again in ever safer ways.
+    """``fn(a, *aligned)``, and for the blocks that it fails for, again in ever safer ways.
 
     A block fails when ``fn`` raises ``LinAlgError`` (then it is called for each block alone, to find which), when a
     floating-point result of it is not finite, or when ``fn`` reports so in a field ``failed`` of its result. It is tried
@@ -105,7 +105,7 @@ def with_ladder(
     if optimistic is not None:
         return _optimistic(fn, optimistic, a, aligned)
     finite = finite_blocks(a)
-    safe = torch.where(finite.reshape(-1, 1, 1), a, eye_like(a))
+    safe = identity_where_not(finite, a)
     value, raised = _first_attempt(fn, safe, aligned)
 
     bad = _bad_blocks(value)
@@ -183,7 +183,7 @@ def _climb(fn: Callable[..., ResultT], a: Tensor, aligned: Sequence[Tensor], ind
             if not _is_solver_failure(error):
                 raise
             continue
-        # As it will be kept: what is finite in float64 need not be.
+        # In the dtype in which it is kept, where a number that is finite in float64 need not be.
         result = _from_fields(result, [part.to(field.device, field.dtype) for field, part in zip(value, result)])
         if not bool(_bad_blocks(result)):
             for field, solved in zip(value, result):

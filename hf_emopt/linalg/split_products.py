@@ -1,7 +1,7 @@
 """Products of 22 bits from 16-bit units, symmetric ones by half: ``A = A_1 + 2^-11 A_2`` in float16, and three products.
 
-``A_1 B_1 + 2^-11 (A_1 B_2 + A_2 B_1)``; what is left out is of the size of float32's rounding. The mixed products are not
-symmetric, their sum is.
+``A_1 B_1 + 2^-11 (A_1 B_2 + A_2 B_1)``; the product that is left out is of the size of float32's rounding. The mixed products
+are not symmetric, their sum is.
 
 Sums start at zero and ``C`` is added to them in float32, once. The units of a GPU cut what they add to a sum to the sum's
 last bit: started from ``C``, a sum of 2048 products lost 2e-5 of ``C``, always towards zero.
@@ -14,8 +14,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from hf_emopt.kernels.triton import split_launch
-from hf_emopt.kernels.triton.split_launch import LOW
+from hf_emopt.kernels.triton.configs import LOW
 from hf_emopt.linalg.matmul_precision import multiply_16
 from hf_emopt.linalg.symmetric_products import kernels_pay
 
@@ -29,7 +28,9 @@ def split(a: Tensor, *, scale: float = 1.0, diagonal: float = 0.0) -> Parts:
     """Parts of ``scale A + diagonal I`` for ``(N, d, d)`` float32, whose entries must be below 65504 and are right to 2^-22
     of themselves or 2^-36. The low ones are held 2^11 times as large, out of the subnormal numbers of float16."""
     if kernels_pay(a.device) and a.is_contiguous() and a.numel():
-        return split_launch.split(a, scale, diagonal)
+        from hf_emopt.kernels.triton.split_products import split as launch
+
+        return launch(a, scale, diagonal)
     value = a * scale
     value.diagonal(dim1=-2, dim2=-1).add_(diagonal)
     high = value.half()
@@ -65,13 +66,16 @@ def split_product(
         parts: give the parts of ``V``.
 
     Returns:
-        What was asked for, and ``None`` for what was not.
+        ``V + wide_diagonal I`` and the parts of ``V``, each ``None`` where it is not asked for.
     """
     wide = wide or out is not None
     added = (c,) if isinstance(c, Tensor) else c or ()
-    if kernels_pay(a[0].device) and split_launch.takes(*a, *b, *added, *(() if out is None else (out,))):
-        return split_launch.split_product(
-            a, b, alpha, c, beta, diagonal, active, wide, wide_diagonal, out, parts
+    if _on_kernels(*a, *b, *added, *(() if out is None else (out,))):
+        from hf_emopt.kernels.triton.split_products import split_product as launch
+
+        return launch(
+            a, b, alpha=alpha, c=c, beta=beta, diagonal=diagonal, active=active, wide=wide, wide_diagonal=wide_diagonal,
+            out=out, parts=parts,
         )  # fmt: skip
     value = _products(a, b).mul_(alpha)
     if c is not None:
@@ -90,22 +94,21 @@ def split_product(
 def gram_product(a: Tensor, b: Tensor, *, alpha: float = 1.0, diagonal: float = 0.0) -> Tensor:
     """``alpha A^T B + diagonal I`` of float32 ``(N, d, d)`` whose product is known to be symmetric, such as a Gram matrix or
     ``Q^T A Q``: float32, symmetric bit for bit. Entries as for :func:`split`."""
-    turned = (True, True)
+    turned = True
     if b is a and not a.is_contiguous() and a.mT.is_contiguous():  # as factorizations leave it
-        parts, turned = (split(a.mT),) * 2, (False, False)
+        left = right = split(a.mT)
+        turned = False
     elif b is a:
-        parts = (split(a.contiguous()),) * 2
+        left = right = split(a.contiguous())
     else:
-        parts = split(a.contiguous()), split(b.contiguous())
-    if _on_kernels(*parts):
-        launched = split_launch.split_product(
-            *parts, alpha, None, 0.0, diagonal, None, True, 0.0, None, False, turned
-        )  # fmt: skip
-        assert launched[0] is not None
-        return launched[0]
-    first, second = parts
-    left = _transposed(first) if turned[0] else first
-    value = _products(left, second if turned[1] else _transposed(second)).mul_(alpha)
+        left, right = split(a.contiguous()), split(b.contiguous())
+    if _on_kernels(*left, *right):
+        from hf_emopt.kernels.triton.split_products import split_product as launch
+
+        result = launch(left, right, alpha=alpha, diagonal=diagonal, wide=True, trans=(turned, turned))[0]
+        assert result is not None
+        return result
+    value = (_products(_transposed(left), right) if turned else _products(left, _transposed(right))).mul_(alpha)
     value.diagonal(dim1=-2, dim2=-1).add_(diagonal)
     return value.tril().add_(value.tril(-1).mT)
 
@@ -113,17 +116,21 @@ def gram_product(a: Tensor, b: Tensor, *, alpha: float = 1.0, diagonal: float = 
 def general_product(a: Tensor, b: Tensor) -> Tensor:
     """``A B`` of float32 ``(N, d, d)`` in float32, of factors with 22 bits. Entries as for :func:`split`."""
     left, right = split(a.contiguous()), split(b.contiguous())
-    if _on_kernels(left, right):
-        launched = split_launch.split_product(
-            left, right, 1.0, None, 0.0, 0.0, None, True, 0.0, None, False, (False, True), symmetric=False
-        )  # fmt: skip
-        assert launched[0] is not None
-        return launched[0]
+    if _on_kernels(*left, *right):
+        from hf_emopt.kernels.triton.split_products import split_product as launch
+
+        result = launch(left, right, wide=True, trans=(False, True), symmetric=False)[0]
+        assert result is not None
+        return result
     return _products(left, right)
 
 
-def _on_kernels(a: Parts, b: Parts) -> bool:
-    return kernels_pay(a[0].device) and split_launch.takes(*a, *b)
+def _on_kernels(*matrices: Tensor) -> bool:
+    if not kernels_pay(matrices[0].device):
+        return False
+    from hf_emopt.kernels.triton.split_products import takes
+
+    return takes(*matrices)
 
 
 def _transposed(a: Parts) -> Parts:

@@ -1,4 +1,4 @@
-"""What the functions of symmetric batches ``(N, d, d)`` share: input checks, bounds, and cheap checks of a result.
+"""Shared by the functions of symmetric batches ``(N, d, d)``: input checks, bounds, and cheap checks of a result.
 
 Nothing here synchronises with the device.
 """
@@ -16,6 +16,7 @@ __all__ = [
     "check_batch",
     "eye_like",
     "finite_blocks",
+    "identity_where_not",
     "largest_entry",
     "power_of_two_scale",
     "random_probes",
@@ -56,8 +57,13 @@ def eye_like(a: Tensor) -> Tensor:
     return torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
 
 
+def identity_where_not(finite: Tensor, a: Tensor) -> Tensor:
+    """``a`` ``(N, d, d)`` with the identity in place of blocks that are not ``finite``, which factorizations refuse."""
+    return torch.where(finite.reshape(-1, 1, 1), a, eye_like(a))
+
+
 def power_of_two_scale(peak: Tensor) -> Tensor:
-    """``(N, 1, 1)`` powers of two of the size of the largest entries ``(N,)``; 1 for zeros and what is not finite.
+    """``(N, 1, 1)`` powers of two of the size of the largest entries ``(N,)``; 1 for zero, infinity and NaN.
 
     Division by it is exact, and after it no square of a significant entry over- or underflows.
     """

@@ -1,6 +1,6 @@
 """Products with a symmetric operand or result, the building blocks of matrix iterations.
 
-The one place where a kernel for a product is chosen. Matrices are ``(m, n)`` or batches ``(B, m, n)`` of one floating
+This module decides whether a kernel runs a product. Matrices are ``(m, n)`` or batches ``(B, m, n)`` of one floating
 dtype; nothing is changed in place unless ``out`` says so.
 
 :func:`syrk` and :func:`symmul` compute one triangle and mirror it: about half the work of a general product, and a result
@@ -16,7 +16,6 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from hf_emopt.kernels.multi_tensor import whole_tensors
 from hf_emopt.kernels.triton import configs, runtime
 
 __all__ = [
@@ -24,16 +23,20 @@ __all__ = [
     "accumulate_gram",
     "add_product",
     "gram",
+    "is_plain",
+    "is_transposed",
     "kernels_pay",
-    "momentum_cast",
     "normalize_cast",
+    "normalized_like",
     "symmetric_polynomial",
     "symmul",
+    "symmul_into",
     "syrk",
 ]
 
 Backend: TypeAlias = Literal["auto", "triton", "torch"]
 _HALF = (torch.bfloat16, torch.float16)
+_RETIRED_VARIABLE = "HF_EMOPT_KERNEL_VARIANTS"
 
 
 def gram(x: Tensor) -> Tensor:
@@ -63,13 +66,22 @@ def add_product(a: float, b: Tensor, x: Tensor) -> Tensor:
 
 
 def kernels_pay(device: torch.device) -> bool:
-    """Whether kernels can run on the device and a measured table says where they are faster there."""
+    """Whether kernels can run on the device and a measured table says where they are faster there.
+
+    Raises:
+        ValueError: the environment names variants of kernels, which there are no longer.
+    """
     return _pay(device, runtime.kernels_disabled(), runtime.interpreting(), configs.chosen_table())
 
 
 @functools.cache
 def _pay(device: torch.device, disabled: bool, interpreting: bool, table: str) -> bool:
-    if disabled or not runtime.supported(device):
+    if runtime.variable(_RETIRED_VARIABLE):
+        raise ValueError(
+            f"{_RETIRED_VARIABLE} is no longer read: the variants 'estimate' and 'clusters' are gone, and 'diagonal' is "
+            f"always on. Unset it; {runtime.DISABLE_VARIABLE}=1 runs torch's products instead of kernels"
+        )
+    if disabled or not runtime.has_copy_engine(device):
         return False
     if interpreting:
         return device.type == "cpu"
@@ -94,7 +106,7 @@ def syrk(
     Args:
         a: ``(m, k)`` or ``(B, m, k)``; with ``trans`` ``(k, m)`` or ``(B, k, m)``. Any strides; neither form is copied.
         c: ``(m, m)`` or ``(B, m, m)``, symmetric, of the result's dtype; only its lower triangle is used. May be ``out``.
-        alpha, beta, diagonal: run-time numbers; nothing is compiled anew for others.
+        alpha, beta, diagonal: run-time numbers; others need no compilation.
         out_dtype: dtype of the result, default that of ``out``, of ``c``, or of ``a``. bfloat16 and float16 factors may
             give a float32 result, which then accumulates without rounding: ``syrk(g, l, alpha=1 - b, beta=b, out=l)``.
         out: where the result goes, of the result's shape and dtype, rows contiguous.
@@ -126,11 +138,10 @@ def symmul(
     """
     dtype = _result_dtype(a, c, out_dtype, out)
     _check_product(a, b, c, out, dtype)
-    if not _is_plain(a, b, c, out) and out is None:
+    if not is_plain(a, b, c, out) and out is None:
         return torch.ops.hf_emopt.symmul(a, b, c, alpha, beta, diagonal, dtype, backend)
-    result = a.new_empty((*a.shape[:-1], a.shape[-2]), dtype=dtype) if out is None else out
-    _symmul_into(a, b, c, result, alpha, beta, diagonal, backend)
-    return result
+    out = a.new_empty((*a.shape[:-1], a.shape[-2]), dtype=dtype) if out is None else out
+    return symmul_into(a, b, c, out, alpha=alpha, beta=beta, diagonal=diagonal, backend=backend)
 
 
 def accumulate_gram(
@@ -145,16 +156,16 @@ def accumulate_gram(
             is zero, and then ``C`` is exactly ``beta C``.
         beta: ``(B,)`` float32, on the device as ``scale`` is: no host sees either.
     """
-    if _on_kernels(a, backend) and c.stride(-1) == 1:
-        from hf_emopt.kernels.triton.symmetric_launch import symmetric_product
+    if _on_kernels(a, a, c, c, backend):
+        from hf_emopt.kernels.triton.symmetric_product import symmetric_product
 
-        both = torch.stack((scale, beta), dim=1)
-        return symmetric_product(a, a, c, c, alpha=alpha, beta=1.0, correction=both, power=3)
+        symmetric_product(a, a, c, c, alpha=alpha, beta=1.0, scales=torch.stack((scale, beta), dim=1))
+        return c
     value = _wide_product(a, a, torch.float32).mul_((alpha * scale.square()).view(-1, 1, 1))
     return c.copy_(_mirrored(value.add_(c * beta.view(-1, 1, 1)), 0.0, torch.float32))
 
 
-def _is_plain(*tensors: Tensor | None) -> bool:
+def is_plain(*tensors: Tensor | None) -> bool:
     """Neither tracing nor a subclass: then a kernel may be launched here; otherwise the dispatcher has to see an operator."""
     if torch.compiler.is_compiling():
         return False
@@ -184,35 +195,48 @@ def _check_product(a: Tensor, b: Tensor, c: Tensor | None, out: Tensor | None, d
             raise ValueError(f"{name} must have the result's shape {shape}, got {tuple(x.shape)}")
 
 
-def _on_kernels(a: Tensor, backend: Backend) -> bool:
-    """Whether products of ``a`` run on the kernels, or on torch."""
+def _on_kernels(a: Tensor, b: Tensor, c: Tensor | None, out: Tensor, backend: Backend) -> bool:
+    """Whether a product runs on the kernel, or on torch."""
     if backend == "torch":
         return False
-    able = a.dtype in _HALF and a.numel() > 0 and runtime.supported(a.device)
+    able = a.dtype in _HALF and a.numel() > 0 and runtime.has_copy_engine(a.device)
     if backend == "triton" and not able:
         raise ValueError(
-            f"backend='triton' needs bfloat16 or float16 factors on an NVIDIA GPU of capability 8.0 or higher and Triton 3.4 "
+            f"backend='triton' needs bfloat16 or float16 factors on an NVIDIA GPU of capability 9.0 or higher and Triton 3.4 "
             f"or later, without {runtime.DISABLE_VARIABLE}; got {a.dtype} on {a.device}: use backend='auto'"
         )
-    return able and (backend == "triton" or kernels_pay(a.device))
+    if not able or not (backend == "triton" or kernels_pay(a.device)):
+        return False
+    from hf_emopt.kernels.triton.symmetric_product import takes
+
+    taken = takes(a, b, c, out)
+    if backend == "triton" and not taken:
+        raise ValueError(
+            f"backend='triton' needs rows or columns that are contiguous, and other strides of a multiple of 16 bytes; got "
+            f"factors {tuple(a.shape)} with strides {a.stride()}: use backend='auto'"
+        )
+    return taken
 
 
-def _symmul_into(
+def symmul_into(
     a: Tensor,
     b: Tensor,
-    c: Tensor | None,
-    out: Tensor,
-    alpha: float,
-    beta: float,
-    diagonal: float,
-    backend: Backend,
-) -> None:
-    on_kernels = _on_kernels(a, backend) and (alpha != 0.0 or backend == "triton")  # alpha 0: no product is asked for
-    if on_kernels and out.stride(-1) == 1 and (c is None or c.stride(-1) == 1):
-        from hf_emopt.kernels.triton.symmetric_launch import symmetric_product
+    c: Tensor | None = None,
+    out: Tensor | None = None,
+    *,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    diagonal: float = 0.0,
+    backend: Backend = "auto",
+) -> Tensor:
+    """:func:`symmul` without its checks, on plain tensors. Without ``out`` the result has the dtype of the factors."""
+    out = a.new_empty((*a.shape[:-1], a.shape[-2])) if out is None else out
+    # With alpha 0 no product is asked for.
+    if (alpha != 0.0 or backend == "triton") and _on_kernels(a, b, c, out, backend):
+        from hf_emopt.kernels.triton.symmetric_product import symmetric_product
 
         symmetric_product(a, b, c, out, alpha=alpha, beta=beta, diagonal=diagonal)
-        return
+        return out
     if a.is_cuda and a.dtype in _HALF and out.dtype == a.dtype and alpha != 0.0:
         # One general product with the same sums; only the lower triangle of it counts.
         into = (torch.mm if a.ndim == 2 else torch.bmm) if c is None and alpha == 1.0 else None
@@ -224,12 +248,11 @@ def _symmul_into(
             )
         if diagonal != 0.0:
             out.diagonal(dim1=-2, dim2=-1).add_(diagonal)
-        out.copy_(out.tril() + out.tril(-1).mT)
-        return
+        return out.copy_(out.tril() + out.tril(-1).mT)
     value = _wide_product(a, b, out.dtype).mul_(alpha)
     if c is not None:
         value.add_(c, alpha=beta)
-    out.copy_(_mirrored(value, diagonal, out.dtype))
+    return out.copy_(_mirrored(value, diagonal, out.dtype))
 
 
 def _wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
@@ -267,26 +290,32 @@ def normalize_cast(
     """
     if x.ndim not in (2, 3):
         raise ValueError(f"normalize_cast needs (m, n) or (B, m, n), got {tuple(x.shape)}")
-    if not _is_plain(x) and out is None:
+    if not is_plain(x) and out is None:
         return torch.ops.hf_emopt.normalize_cast(x, dtype, factor, backend)
     if out is None:
-        out = torch.empty_like(x.mT, dtype=dtype).mT if _transposed(x) else x.new_empty(x.shape, dtype=dtype)
+        out = normalized_like(x, dtype)
     _normalize_cast_into(x, factor, out, backend)
     return out
 
 
-def _transposed(x: Tensor) -> bool:
+def is_transposed(x: Tensor) -> bool:
+    """Whether it is the transpose of a contiguous tensor."""
     return x.stride(-1) != 1 and x.mT.is_contiguous()
 
 
+def normalized_like(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Memory for a normalized ``x``: contiguous, or the transpose of that where ``x`` is."""
+    return torch.empty_like(x.mT, dtype=dtype).mT if is_transposed(x) else x.new_empty(x.shape, dtype=dtype)
+
+
 def _normalize_cast_into(x: Tensor, factor: float, out: Tensor, backend: Backend) -> None:
-    if _transposed(x):
+    if is_transposed(x):
         x, out = x.mT, out.mT
     fits = x.dtype in (torch.float32, *_HALF) and out.dtype in (torch.float32, *_HALF) and x.numel() > 0
     if backend == "triton" and not (fits and runtime.supported(x.device)):
         raise ValueError(f"backend='triton' cannot normalize {x.dtype} on {x.device}: use backend='auto'")
     if backend != "torch" and fits and out.is_contiguous() and (backend == "triton" or kernels_pay(x.device)):
-        from hf_emopt.kernels.triton.elementwise_launch import normalize_cast as launch
+        from hf_emopt.kernels.triton.normalize import normalize_cast as launch
 
         source = x.contiguous()
         launch(*((source, factor, out) if x.ndim == 3 else (source[None], factor, out[None])))
@@ -299,40 +328,6 @@ def _normalize_cast_into(x: Tensor, factor: float, out: Tensor, backend: Backend
     norm: Tensor = torch.linalg.vector_norm(y, dim=(-2, -1), keepdim=True)
     norm.masked_fill_(norm.isinf(), float("nan")).masked_fill_(norm == 0, 1.0)
     out.copy_(y * (factor / norm))
-
-
-def momentum_cast(
-    grad: Tensor,
-    buffer: Tensor,
-    momentum: float,
-    *,
-    nesterov: bool = True,
-    out: Tensor,
-    ok: Tensor | None = None,
-    backend: Backend = "auto",
-) -> Tensor:
-    """In one pass: ``m <- m + (1 - mu) (g - m)`` in place, and ``g + mu (m - g)`` (``nesterov``) or ``m`` into ``out``.
-
-    Args:
-        grad, buffer, out: of one size; ``out`` may be a slice of an exchange buffer, of any float dtype, and is what the
-            update is packed into.
-        ok: scalar bool on the device; ``False`` leaves ``buffer`` as it is, and ``out`` is ``buffer``.
-    """
-    if not grad.numel() == buffer.numel() == out.numel():
-        raise ValueError(
-            f"grad, buffer and out must be of one size, got {grad.numel()}, {buffer.numel()}, {out.numel()}"
-        )
-    plain = all(x.is_contiguous() for x in (grad, buffer, out)) and buffer.dtype == torch.float32 and buffer.numel() > 0
-    if backend != "torch" and plain and (kernels_pay(grad.device) or backend == "triton"):
-        whole_tensors((grad.numel(),)).momentum([grad], [buffer], [out], momentum, nesterov, ok)
-        return out
-    g = grad.to(buffer.dtype).view_as(buffer)
-    if ok is not None:
-        g = torch.where(ok, g, buffer)
-    buffer.add_(g - buffer, alpha=1.0 - momentum)
-    update = g + momentum * (buffer - g) if nesterov else buffer
-    out.copy_(update.view_as(out))
-    return out
 
 
 # Operators, for torch.compile and for tensor subclasses, which then meet a rule of theirs or an error of torch's
@@ -350,8 +345,7 @@ def _symmul_op(
     backend: str,
 ) -> Tensor:
     out = a.new_empty((*a.shape[:-1], a.shape[-2]), dtype=out_dtype)
-    _symmul_into(a, b, c, out, alpha, beta, diagonal, backend)  # type: ignore[arg-type]
-    return out
+    return symmul_into(a, b, c, out, alpha=alpha, beta=beta, diagonal=diagonal, backend=backend)  # type: ignore[arg-type]
 
 
 @_symmul_op.register_fake
@@ -370,11 +364,11 @@ def _(
 
 @torch.library.custom_op("hf_emopt::normalize_cast", mutates_args=())
 def _normalize_cast_op(x: Tensor, dtype: torch.dtype, factor: float, backend: str) -> Tensor:
-    out = torch.empty_like(x.mT, dtype=dtype).mT if _transposed(x) else x.new_empty(x.shape, dtype=dtype)
+    out = normalized_like(x, dtype)
     _normalize_cast_into(x, factor, out, backend)  # type: ignore[arg-type]
     return out
 
 
 @_normalize_cast_op.register_fake
 def _(x: Tensor, dtype: torch.dtype, factor: float, backend: str) -> Tensor:
-    return torch.empty_like(x.mT, dtype=dtype).mT if _transposed(x) else x.new_empty(x.shape, dtype=dtype)
+    return normalized_like(x, dtype)

@@ -25,7 +25,7 @@ from hf_emopt.state.forms import OffloadState
 
 __all__ = ["KLShampoo", "Shampoo"]
 
-RootSolverChoice = Literal["auto", "eigh", "coupled_newton", "coupled_higher_order"]
+RootSolverChoice = Literal["auto", "eigh", "coupled_newton"]
 
 
 def _second_beta(group: Group) -> Any:
@@ -67,7 +67,7 @@ class Shampoo(MatrixOptimizer):
         momentum, nesterov: heavy ball on the preconditioned direction.
         refresh: ``"staggered"`` (default), ``"synchronous"`` or ``"async"``; as for :class:`SOAP`.
         async_delay: as for :class:`SOAP`.
-        root_solver: ``"eigh"``, ``"coupled_newton"``, ``"coupled_higher_order"``, or ``"auto"``: products only
+        root_solver: ``"eigh"``, ``"coupled_newton"``, or ``"auto"``: products only
             (``coupled_newton``) on a GPU, where ``eigh`` runs far below the card's rate, and ``eigh`` on a CPU. A block whose
             iteration does not converge falls back to ``eigh``.
         relative_epsilon: added to a factor's eigenvalues as a fraction of the largest; ``None`` is 0 for ``eigh``, and for

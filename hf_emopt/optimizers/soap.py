@@ -25,7 +25,7 @@ from hf_emopt.state.forms import OffloadState
 
 __all__ = ["SOAP"]
 
-BasisMethod = Literal["orthogonal_iteration", "qr", "eigh", "first_order"]
+BasisMethod = Literal["orthogonal_iteration", "qr", "eigh"]
 
 
 class SOAP(MatrixOptimizer):
@@ -49,7 +49,7 @@ class SOAP(MatrixOptimizer):
             and installs a basis ``async_delay`` steps after it was begun.
         async_delay: staleness of an asynchronous refresh in steps, below ``precondition_frequency``; ``None`` is half of it.
         basis_method: ``"orthogonal_iteration"`` (a power iteration, made orthogonal by matrix products and Cholesky),
-            ``"qr"``, ``"eigh"`` or ``"first_order"``. A block that fails its check falls back to ``qr``, then ``eigh``.
+            ``"qr"`` or ``"eigh"``. A block that fails its check falls back to ``qr``, then ``eigh``.
         kl: KL-corrected factors, each side whitened by the other (arXiv:2509.03378).
         max_update_rms: cap on the RMS of a matrix's update before the learning rate; ``None`` for none. Without it, a
             basis refreshed every step can make steps of ten to seventy times the learning rate.

@@ -15,7 +15,6 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from hf_emopt.kernels.triton import half_launch
 from hf_emopt.linalg.matmul_precision import Precision, multiply_16, scaled_half
 from hf_emopt.linalg.symmetric_products import kernels_pay
 
@@ -122,8 +121,11 @@ class BlockGrid:
 def _scaled_into(part: Tensor, scale: Tensor, out: Tensor) -> Tensor:
     """``out = s part`` for blocks ``(N, count, *sizes)``."""
     wide = part.ndim == 4 and part.dtype == out.dtype == scale.dtype == torch.float32 and part.is_contiguous()
-    if wide and kernels_pay(part.device) and half_launch.takes(out):
-        return half_launch.times(part.flatten(0, 1), scale, out)
+    if wide and kernels_pay(part.device):
+        from hf_emopt.kernels.triton import half_precision
+
+        if half_precision.takes(out):
+            return half_precision.times(part.flatten(0, 1), scale, out)
     return torch.mul(part, scale.view(*part.shape[:2], *[1] * (part.ndim - 2)), out=out)
 
 

@@ -55,6 +55,8 @@ class ShampooRule(KroneckerRule):
         super().validate(group)
         check_betas(group, sums=True)
         check_choice(group, "grafting", GRAFTING)
+        if group["root_solver"] == "coupled_higher_order":
+            raise ValueError("root_solver='coupled_higher_order' is gone: use 'auto', 'coupled_newton' or 'eigh'")
         check_choice(group, "root_solver", ("auto", *get_args(RootSolver)))
         check_choice(group, "root_dtype", FACTOR_DTYPES)
         check_flags(group, "nesterov", "bias_correction")
@@ -64,8 +66,6 @@ class ShampooRule(KroneckerRule):
         check_number(group, "relative_epsilon", high=1.0, or_none="for what the solver needs")
         self._validate_grafting(group)
         self._validate_exponents(group)
-        if group["root_solver"] == "coupled_higher_order" and group["matmul_precision"] != "highest":
-            raise ValueError("root_solver='coupled_higher_order' needs matmul_precision='highest'")
 
     def _validate_grafting(self, group: Group) -> None:
         check_number(group, "grafting_epsilon")

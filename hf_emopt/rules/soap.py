@@ -67,6 +67,8 @@ class SoapRule(KroneckerRule):
         check_number(group, "shampoo_beta", high=1.0, or_none="for the second of the betas")
         check_number(group, "eps", above=True)
         check_number(group, "max_update_rms", above=True, or_none="for no cap")
+        if group["basis_method"] == "first_order":
+            raise ValueError("basis_method='first_order' is gone: use 'orthogonal_iteration', the default")
         check_choice(group, "basis_method", get_args(RefreshMethod))
         check_choice(group, "basis_dtype", FACTOR_DTYPES)
         check_choice(group, "compat", ("paper",), or_none=True)

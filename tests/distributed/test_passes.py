@@ -24,7 +24,7 @@ if INTERPRETING:
 
     def launches(rule: str, layout: str, steps: int) -> dict[str, Any]:
         """Weights after some steps, and how often each kernel was launched for a bucket of matrices."""
-        from hf_emopt.kernels.triton import multi_tensor_launch as run_launch
+        from hf_emopt.kernels.triton import multi_tensor_kernels as run_launch
 
         counts: Counter[str] = Counter()
         plain = run_launch._launch

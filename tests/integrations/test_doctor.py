@@ -74,7 +74,7 @@ def test_versions(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("capability", "triton", "variables", "expected"),
     [
-        (90, True, {}, ["on for cuda:0", "sm_90.json has", "NVRTC is there"]),
+        (90, True, {}, ["on for cuda:0", "sm_90.json has"]),
         (80, True, {}, ["on for cuda:0", "no table for sm_80: orthogonalization runs in torch"]),
         (75, True, {}, ["they need compute capability 8.0, and this GPU has 7.5"]),
         (90, False, {}, ["they need Triton 3.4 or later"]),
@@ -94,7 +94,6 @@ def test_kernels(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: divmod(capability or 0, 10))
     monkeypatch.setattr(runtime, "triton_installed", lambda: triton)
     monkeypatch.setattr(runtime, "architecture", lambda device: capability if device.type == "cuda" else None)
-    monkeypatch.setattr(doctor.nvrtc, "available", lambda: True)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -106,16 +105,6 @@ def test_kernels(
     assert len(texts) == len(expected)
     for text, part in zip(texts, expected, strict=True):
         assert part in text
-
-
-def test_without_nvrtc(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(runtime, "architecture", lambda device: 90)
-    monkeypatch.setattr(doctor, "_no_kernels", lambda device: None)
-    monkeypatch.setattr(doctor.nvrtc, "available", lambda: False)
-    found = {finding.name: finding for finding in doctor._kernels()}
-    assert found["clusters"].status == "note"
-    assert "pip install nvidia-cuda-nvrtc" in found["clusters"].text
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").iterdir()), ids=lambda path: path.name)

@@ -33,7 +33,7 @@ def padding(length: int) -> Tensor:
     return torch.arange(length)[None, :] >= (length - lengths)[:, None]
 
 
-OWNED_REGIONS = torch.tensor([[0] * 4 + [1] * 7])
+SEQUENCES = torch.tensor([[0] * 4 + [1] * 7])
 CAUSAL = distance() <= 0
 FLOAT_MASK = torch.where(CAUSAL & padding(K)[:, None, None, :], 0.5, torch.finfo(torch.float32).min)
 CASES: dict[str, tuple[dict[str, Any], Tensor]] = {
@@ -50,8 +50,8 @@ CASES: dict[str, tuple[dict[str, Any], Tensor]] = {
     "mask-by-head": ({"mask": random(B, H, Q, K) > 0}, random(B, H, Q, K) > 0),
     "added-mask": ({"mask": FLOAT_MASK}, FLOAT_MASK > -1),
     "packed": (
-        {"causal": True, "query_segments": OWNED_REGIONS, "key_segments": OWNED_REGIONS},
-        CAUSAL & (OWNED_REGIONS[:, None, :, None] == OWNED_REGIONS[:, None, None, :]),
+        {"causal": True, "query_sequences": SEQUENCES, "key_sequences": SEQUENCES},
+        CAUSAL & (SEQUENCES[:, None, :, None] == SEQUENCES[:, None, None, :]),
     ),
     "function": ({"function": lambda b, h, i, j: (i >= j) & (j != b) & (h != 6)}, torch.empty(0)),
 }

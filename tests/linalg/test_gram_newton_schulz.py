@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from hf_emopt.kernels.triton import configs, runtime
-from hf_emopt.linalg import NS_COEFFICIENTS, ResolvedCoefficients, newton_schulz
+from hf_emopt.linalg import NS_COEFFICIENTS, ResolvedCoefficients, newton_schulz, symmetric_products
 from hf_emopt.linalg.gram_newton_schulz import _worst_ratio, find_restart_steps, iterate
-from hf_emopt.linalg.symmetric_products import momentum_cast, normalize_cast, symmul, syrk
+from hf_emopt.linalg.symmetric_products import normalize_cast, symmul, syrk
 
 FROBENIUS_SETS = [name for name, entry in NS_COEFFICIENTS.items() if entry.scaling == "frobenius"]
 SEEDS = 20
@@ -174,8 +176,6 @@ class TestArguments:
             syrk(x, out_dtype=torch.float64)
         with pytest.raises(ValueError, match="of one dtype"):
             symmul(x, x.float())
-        with pytest.raises(ValueError, match="of one size"):
-            momentum_cast(x, x.float(), 0.9, out=torch.ones(3))
 
 
 class TestProducts:
@@ -202,21 +202,6 @@ class TestProducts:
         result = normalize_cast(x * 2.0**exponent, torch.float16, 4.0)
         torch.testing.assert_close(torch.linalg.matrix_norm(result.float()), torch.full((3,), 4.0), rtol=1e-3, atol=0)
         assert torch.equal(result, normalize_cast(x, torch.float16, 4.0))
-
-    @pytest.mark.parametrize("nesterov", [False, True])
-    @pytest.mark.parametrize("ok", [None, True, False])
-    def test_momentum_cast(self, nesterov: bool, ok: bool | None) -> None:
-        grad, buffer, before = torch.randn(50), torch.randn(50), torch.zeros(0)
-        before = buffer.clone()
-        out = torch.zeros(80, dtype=torch.bfloat16)
-        flag = None if ok is None else torch.tensor(ok)
-        momentum_cast(grad, buffer, 0.9, nesterov=nesterov, out=out[10:60], ok=flag)
-        g = before if ok is False else grad
-        expected = torch.lerp(before, g, 0.1)
-        torch.testing.assert_close(buffer, expected)
-        update = torch.lerp(g, expected, 0.9) if nesterov else expected
-        torch.testing.assert_close(out[10:60].float(), update, rtol=1e-2, atol=1e-3)
-        assert out[:10].count_nonzero() == out[60:].count_nonzero() == 0
 
 
 class TestOperators:
@@ -274,14 +259,12 @@ class TestDispatch:
         assert not configs.measured(100)
         for entry in entries:
             problem = (entry.batch, entry.m, entry.k, entry.with_c)
-            assert configs.choose(90, *problem, entry.config.clusters) == entry.config
+            assert configs.choose(90, *problem) == entry.config
             assert entry.config in configs.CANDIDATES[90]
         assert configs.choose(90, 7, 4100, 4000) == configs.choose(90, 8, 4096, 4096)
 
-    def test_other_table(self, tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
-        from pathlib import Path
-
-        path = Path(str(tmp_path)) / "table.json"
+    def test_other_table(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        path = tmp_path / "table.json"
         entry = configs.Entry(1, 64, 64, False, configs.Config(64, 64, 64, 4, 2), 0.1, 0.2)
         configs.save_table(path, [entry], device="test")
         monkeypatch.setenv(configs.TABLE_VARIABLE, str(path))
@@ -291,6 +274,36 @@ class TestDispatch:
             assert configs.choose(90, 4, 512, 512) == entry.config
         finally:
             configs.choose.cache_clear()
+
+    def test_tables_of_earlier_versions(self, tmp_path: Path) -> None:
+        """What was measured with kernels that are gone is left out, and a table of nothing else is refused."""
+        entry = configs.Entry(1, 512, 512, False, configs.CANDIDATES[90][0], 1.0, 2.0)
+        path = tmp_path / "table.json"
+        configs.save_table(path, [entry])
+        content = json.loads(path.read_text())
+        (row,) = content["entries"]
+        old = {**row["config"], "descriptors": True, "clusters": False}
+        kept, pointers, clusters = (
+            {**row, "config": {**old, **c}} for c in ({}, {"descriptors": False}, {"clusters": True})
+        )
+
+        def read(*rows: dict[str, object]) -> tuple[configs.Entry, ...]:
+            path.write_text(json.dumps({"entries": rows}))
+            return configs._read.__wrapped__(path)
+
+        assert read(kept, pointers, clusters, row) == (entry, entry)
+        with pytest.raises(ValueError, match=r"kernels that are gone.*--tune table\.json"):
+            read(pointers, clusters)
+        with pytest.raises(ValueError, match=r"persistent.*--tune table\.json"):
+            read({**row, "config": {**row["config"], "persistent": True}})
+
+    def test_variants_are_gone(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("HF_EMOPT_KERNEL_VARIANTS", "estimate,clusters")
+        symmetric_products._pay.cache_clear()
+        with pytest.raises(ValueError, match=r"HF_EMOPT_KERNEL_VARIANTS is no longer read.*HF_EMOPT_DISABLE_TRITON=1"):
+            newton_schulz(torch.randn(4, 8))
+        monkeypatch.delenv("HF_EMOPT_KERNEL_VARIANTS")
+        newton_schulz(torch.randn(4, 8))
 
     @pytest.mark.parametrize(("value", "disabled"), [("1", True), ("0", False), ("", False), ("yes", True)])
     def test_disabling(self, value: str, disabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:

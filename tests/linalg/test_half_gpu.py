@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 
 from hf_emopt.kernels.triton import runtime
 from hf_emopt.linalg import eigenbasis, inverse_root, refresh_eigenbasis
-from hf_emopt.linalg import matmul_precision as precision
 from hf_emopt.linalg.matmul_precision import scaled_half
 from hf_emopt.linalg.split_products import general_product, gram_product, joined, split, split_product
 from hf_emopt.linalg.symmetric_products import accumulate_gram, symmul
 
+# The package has a function of that name.
+precision = importlib.import_module("hf_emopt.linalg.matmul_precision")
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or not runtime.supported(torch.device("cuda")),
     reason="needs an NVIDIA GPU of capability 8.0 or higher, and Triton",

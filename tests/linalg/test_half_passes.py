@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 from interpreted import INTERPRETING, run_in_interpreter
@@ -16,13 +18,15 @@ if INTERPRETING:
     from torch import Tensor
 
     import hf_emopt
-    from hf_emopt.kernels.triton import half_launch
+    from hf_emopt.kernels.triton import half_precision
     from hf_emopt.linalg import inverse_root_fp16 as half_newton
-    from hf_emopt.linalg import matmul_precision as precision
     from hf_emopt.linalg.symmetric_products import accumulate_gram
     from hf_emopt.rules import blocks
     from hf_emopt.rules.blocks import BlockGrid
     from hf_emopt.rules.kronecker import KroneckerRule
+
+    # The package has a function of that name.
+    precision = importlib.import_module("hf_emopt.linalg.matmul_precision")
 
     def inputs() -> dict[str, Tensor]:
         torch.manual_seed(0)
@@ -42,7 +46,7 @@ if INTERPRETING:
     @pytest.mark.parametrize("name", list(inputs()))
     def test_scaled_half(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         x = inputs()[name]
-        assert half_launch.takes(x)
+        assert half_precision.takes(x)
         half, scale = precision.scaled_half(x)
         monkeypatch.setattr(precision, "kernels_pay", lambda device: False)
         expected, powers = precision.scaled_half(x)
@@ -88,10 +92,10 @@ if INTERPRETING:
 
         def counted(*arguments: Tensor) -> Tensor:
             launches.append(arguments)
-            return half_launch_times(*arguments)
+            return plain_times(*arguments)
 
-        half_launch_times = half_launch.times
-        monkeypatch.setattr(blocks.half_launch, "times", counted)
+        plain_times = half_precision.times
+        monkeypatch.setattr(half_precision, "times", counted)
         assert torch.equal(
             grid.merge([p.clone(memory_format=torch.contiguous_format) for p in parts], scales), expected
         )

@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_emopt.linalg import inverse_root, with_ladder
-from hf_emopt.linalg.inverse_root_schedule import finishes, higher_order_schedule, newton_schedule
+from hf_emopt.linalg.inverse_root_schedule import finishes, newton_schedule
 from hf_emopt.linalg.symmetric_batches import spectral_bound
 from hf_emopt.linalg.symmetric_products import symmul
 
-SOLVERS = ["eigh", "coupled_newton", "coupled_higher_order"]
+SOLVERS = ["eigh", "coupled_newton"]
 ITERATIONS = SOLVERS[1:]
 NAMES = list(SPECTRA)
 
@@ -101,11 +101,10 @@ def test_fourth_root_is_not_the_second(solver: str) -> None:
         torch.testing.assert_close(value, torch.diag(expected), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("solver", ["eigh", "coupled_higher_order"])
 @pytest.mark.parametrize("exponent", [Fraction(2, 3), 0.75, Fraction(3, 2)])
-def test_rational_exponents(solver: str, exponent: float | Fraction) -> None:
+def test_rational_exponents(exponent: float | Fraction) -> None:
     a = matrices(["condition_1e2", "duplicates"])
-    value = inverse_root(a, exponent, solver=solver).value
+    value = inverse_root(a, exponent, solver="eigh").value
     assert relative_error(value, by_eigh(a, float(exponent))).max() < 1e-10
 
 
@@ -393,7 +392,6 @@ def test_steps_of_the_second_degree_take_fewer_products(root: int, lowest: float
     ends = [finishes(step, root) for step in newton_schedule(root, lowest, 2.0**-24, 2)]
     assert ends == sorted(ends)
     assert 0 < sum(ends) < len(ends)
-    assert all(finishes(step, root) for step in higher_order_schedule(root, lowest, 2.0**-24))
 
 
 def test_host_reads() -> None:
@@ -402,7 +400,6 @@ def test_host_reads() -> None:
     for kwargs, expected in (
         ({"solver": "eigh"}, 0),
         ({"solver": "coupled_newton"}, 1),
-        ({"solver": "coupled_higher_order"}, 1),
         ({"solver": "coupled_newton", "fallback": False}, 0),
     ):
         with host_reads() as reads:
@@ -426,12 +423,12 @@ def test_bad_arguments() -> None:
         inverse_root(a, 0.25, relative_epsilon=math.inf)
     with pytest.raises(ValueError, match="solver must be one of"):
         inverse_root(a, 0.25, solver="newton")
-    with pytest.raises(ValueError, match="use solver='coupled_higher_order' or 'eigh'"):
+    with pytest.raises(ValueError, match="use solver='eigh'"):
         inverse_root(a, 0.75, solver="coupled_newton")
     with pytest.raises(ValueError, match="no such fraction"):
         inverse_root(a, 0.123456, solver="coupled_newton")
-    with pytest.raises(ValueError, match="use precision='highest'"):
-        inverse_root(a, 0.25, solver="coupled_higher_order", precision="tf32")
+    with pytest.raises(ValueError, match="is gone: use solver='coupled_newton'"):
+        inverse_root(a, 0.25, solver="coupled_higher_order")
     with pytest.raises(ValueError, match="precision must be one of"):
         inverse_root(a, 0.25, precision="fp32")
     with pytest.raises(ValueError, match="max_iterations"):

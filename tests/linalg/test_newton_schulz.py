@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 from torch.optim._muon import _zeropower_via_newtonschulz as torch_muon_newton_schulz
 
-from hf_emopt.linalg import NS_COEFFICIENTS, default_dtype, newton_schulz, newton_schulz_flops, resolve_coefficients
+from hf_emopt.linalg import (
+    NS_COEFFICIENTS,
+    ResolvedCoefficients,
+    default_dtype,
+    newton_schulz,
+    newton_schulz_flops,
+    resolve_coefficients,
+)
 from hf_emopt.linalg.newton_schulz import Normalization
 from hf_emopt.linalg.symmetric_products import add_product, gram, symmetric_polynomial
 
@@ -32,13 +39,21 @@ def row_scaled(x: Tensor) -> Tensor:
     return wide.mT if tall else wide
 
 
+def response(resolved: ResolvedCoefficients, sigma: Tensor) -> Tensor:
+    """The singular values that ``sigma``, of a matrix divided by its norm, become: the composed polynomial."""
+    value = sigma / resolved.safety_factor
+    for a, b, c in resolved.steps:
+        value = value * (a + value**2 * (b + value**2 * c))
+    return value
+
+
 def by_svd(x: Tensor, name: str, steps: int | None) -> Tensor:
     """The polynomial of a set applied to exact singular values, in float64."""
     resolved = resolve_coefficients(name, steps)
     x = x.double()
     normalized = row_scaled(x) if resolved.scaling == "aol" else x / torch.linalg.matrix_norm(x, keepdim=True)
     u, sigma, vh = torch.linalg.svd(normalized, full_matrices=False)
-    return (u * resolved.response(sigma).unsqueeze(-2)) @ vh
+    return (u * response(resolved, sigma).unsqueeze(-2)) @ vh
 
 
 def keller_reference(g: Tensor, steps: int, dtype: torch.dtype, coefficients: tuple[float, float, float]) -> Tensor:

@@ -16,17 +16,10 @@ triton = pytest.importorskip("triton", reason="Triton has no wheel for this plat
 import triton.language as tl  # noqa: E402
 from triton_compiler import TENSOR_CORES, assembler_warnings, compiled, spilled_bytes  # noqa: E402
 
-from hf_emopt.kernels.triton import (  # noqa: E402
-    elementwise_kernels,
-    estimated_kernels,
-    half_kernels,
-    small_kernels,
-    split_kernels,
-    split_launch,
-    symmetric_kernels,
-)
+from hf_emopt.kernels.triton import half_precision, normalize, small_matrices, split_products  # noqa: E402
 from hf_emopt.kernels.triton import multi_tensor_kernels as run_kernels  # noqa: E402
-from hf_emopt.kernels.triton.configs import CANDIDATES, POINTERS, WIDE, WIDE_FEW, Config  # noqa: E402
+from hf_emopt.kernels.triton.configs import CANDIDATES, WIDE, WIDE_FEW, Config  # noqa: E402
+from hf_emopt.kernels.triton.symmetric_product import symmetric_product_kernel  # noqa: E402
 
 
 def symmetric_product(
@@ -35,27 +28,11 @@ def symmetric_product(
     with_c: bool,
     out: str = "fp16",
     trans: bool = False,
-    diagonal: int = 2,
-    corrected: int = 0,
+    same: bool = True,
+    scaled: bool = False,
 ) -> Any:
-    """``diagonal``: 2 for ``A A^T`` and 1 for the product of two matrices, 0 for both without the variant of that name."""
-    shared = {
-        "HAS_C": with_c,
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "BLOCK_K": config.block_k,
-        "UPCAST": False,
-        "CORRECTED": corrected,
-        "C_LAST": with_c and out == "fp32",
-        **({} if corrected else {"correction_ptr": None}),
-    }
-    scalars = {"alpha": "fp32", "beta": "fp32", "diagonal": "fp32", "tiles_ptr": "*i32", "correction_ptr": "*fp32"}
-    if not config.descriptors:
-        pointers = {"a_ptr": "*fp16", "b_ptr": "*fp16", "c_ptr": f"*{out}", "d_ptr": f"*{out}"}
-        constants = {**shared, "EVEN_K": True, "a_col": 1, "b_col": 1}
-        kernel = symmetric_kernels.symmetric_product_pointer_kernel
-        return compiled(kernel, {**pointers, **scalars}, constants, arch, config.num_warps, config.num_stages)
-    side = min(config.block_m, config.block_n)
+    """``same``: ``A A^T``, else the product of two matrices."""
+    side, square = min(config.block_m, config.block_n), config.block_m == config.block_n
 
     def block(dtype: str, rows: int, cols: int) -> str:
         return f"tensordesc<{dtype}[1,{rows},{cols}]>"
@@ -63,58 +40,55 @@ def symmetric_product(
     def factor(rows: int) -> str:
         return block("fp16", *((config.block_k, rows) if trans else (rows, config.block_k)))
 
-    descriptors = {
+    types = {
         "a_desc": factor(config.block_m),
         "b_desc": factor(config.block_n),
         "side_desc": factor(side),
         "c_desc": block(out, *((side, side) if out == "fp32" else (config.block_m, config.block_n))),
         "d_desc": block(out, side, side),
+        "scales_ptr": "*fp32",
+        "tiles_ptr": "*i32",
+        **dict.fromkeys(["alpha", "beta", "diagonal"], "fp32"),
     }
-    square = config.block_m == config.block_n
-    same = square and diagonal != 1
-    constants = {**shared, "SQUARE": same, "TRANS": trans, "DIAGONAL": diagonal}
-    constants |= dict.fromkeys(["b_desc"] * same + ["side_desc"] * square)
-    if not with_c:
-        constants["c_desc"] = None
-    kernel = symmetric_kernels.symmetric_product_descriptor_kernel
-    return compiled(kernel, {**descriptors, **scalars}, constants, arch, config.num_warps, config.num_stages)
+    absent = ["b_desc"] * (same and square) + ["side_desc"] * (same or square)
+    absent += ["c_desc"] * (not with_c) + ["scales_ptr"] * (not scaled)
+    constants = {
+        "HAS_C": with_c,
+        "SAME": same,
+        "TRANS": trans,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+        "UPCAST": False,
+        "SCALED": scaled,
+        "C_LAST": with_c and out == "fp32",
+        **dict.fromkeys(absent),
+    }
+    return compiled(symmetric_product_kernel, types, constants, arch, config.num_warps, config.num_stages)
 
 
-# Clusters have a kernel of their own.
-TILES = {arch: [config for config in some if not config.clusters] for arch, some in CANDIDATES.items()}
-# A A^T as it is launched, of a matrix that is normalized and of one that is not yet (then without C).
-EVERY = [
-    (arch, config, with_c, 2, corrected)
-    for arch, some in TILES.items()
-    for config in some
-    for with_c, corrected in ((False, 2), (True, 0))
-]
-# The product of two matrices; both without the variant; and a polynomial that ends the normalization.
-EVERY += [(90, config, False, 1, 0) for config in TILES[90]]
-EVERY += [(90, config, True, 0, 0) for config in TILES[90]]
-EVERY += [(arch, some[0], True, 2, 1) for arch, some in TILES.items()]
+# A A^T as it is launched, and the product of two matrices.
+EVERY = [(arch, config, c, True) for arch, some in CANDIDATES.items() for config in some for c in (False, True)]
+EVERY += [(90, config, False, False) for config in CANDIDATES[90]]
 
 
-@pytest.mark.parametrize(("arch", "config", "with_c", "diagonal", "corrected"), EVERY, ids=str)
-def test_every_configuration(
-    arch: int, config: Config, with_c: bool, diagonal: int, corrected: int, tmp_path: Path
-) -> None:
-    kernel = symmetric_product(config, arch, with_c, diagonal=diagonal, corrected=corrected)
+@pytest.mark.parametrize(("arch", "config", "with_c", "same"), EVERY, ids=str)
+def test_every_configuration(arch: int, config: Config, with_c: bool, same: bool, tmp_path: Path) -> None:
+    kernel = symmetric_product(config, arch, with_c, same=same)
     ptx = kernel.asm["ptx"]
     assert TENSOR_CORES[arch] in ptx
-    assert ("cp.async.bulk.tensor" in ptx) == config.descriptors
+    assert "cp.async.bulk.tensor" in ptx
     assert spilled_bytes(kernel, tmp_path) == 0
     if arch == 90:
         assert "serialized" not in assembler_warnings(kernel, tmp_path)
-    # What the architecture gives one program: 163 KiB on sm_80, 227 KiB later.
-    assert kernel.metadata.shared <= {80: 166912, 90: 232448, 100: 232448}[arch]
+    assert kernel.metadata.shared <= 232448  # 227 KiB
 
 
-@pytest.mark.parametrize("corrected", [0, 3])
+@pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("trans", [False, True])
-@pytest.mark.parametrize("config", [Config(128, 128, 64, 8, 3), WIDE, WIDE_FEW, POINTERS], ids=str)
-def test_float32_results(config: Config, trans: bool, corrected: int, tmp_path: Path) -> None:
-    kernel = symmetric_product(config, 90, True, out="fp32", trans=trans, corrected=corrected)
+@pytest.mark.parametrize("config", [Config(128, 128, 64, 8, 3), WIDE, WIDE_FEW], ids=str)
+def test_float32_results(config: Config, trans: bool, scaled: bool, tmp_path: Path) -> None:
+    kernel = symmetric_product(config, 90, True, out="fp32", trans=trans, scaled=scaled)
     assert "wgmma.mma_async" in kernel.asm["ptx"]
     assert spilled_bytes(kernel, tmp_path) == 0
 
@@ -135,7 +109,7 @@ def test_split_products(
     c: int, active: bool, wide: bool, parts: bool, trans_a: bool, trans_b: bool, tmp_path: Path
 ) -> None:
     """The four that a step of a coupled iteration takes, and the three of a basis, of which the last is not symmetric."""
-    side, block_k = split_launch._SIDE, split_launch._BLOCK_K
+    side, block_k = split_products._SIDE, split_products._BLOCK_K
     lying, standing = f"tensordesc<fp16[1,{side},{block_k}]>", f"tensordesc<fp16[1,{block_k},{side}]>"
     square = f"tensordesc<fp16[1,{side},{side}]>"
     wide_square = square.replace("fp16", "fp32")
@@ -160,7 +134,7 @@ def test_split_products(
         "UPCAST": False,
         **dict.fromkeys(absent),
     }
-    kernel = compiled(split_kernels.split_product_kernel, types, constants, 90, 8, 3)
+    kernel = compiled(split_products.split_product_kernel, types, constants, 90, 8, 3)
     assert "wgmma.mma_async" in kernel.asm["ptx"]
     assert spilled_bytes(kernel, tmp_path) == 0
     assert "serialized" not in assembler_warnings(kernel, tmp_path)
@@ -168,12 +142,12 @@ def test_split_products(
 
 
 def test_a_square_on_the_diagonal_reads_its_block_once() -> None:
-    def loads(diagonal: int) -> int:
-        ptx = symmetric_product(Config(128, 128, 64, 4, 3), 90, False, diagonal=diagonal).asm["ptx"]
+    def loads(same: bool) -> int:
+        ptx = symmetric_product(Config(128, 128, 64, 4, 3), 90, False, same=same).asm["ptx"]
         return len(re.findall(r"cp\.async\.bulk\.tensor\.3d\.shared", ptx))
 
-    # Two before the loop and one in it: of two factors in the one branch, of one in the other.
-    assert (loads(0), loads(2)) == (6, 9)
+    # Two before the loop and one in it: of two factors in both branches, or of one in that for the diagonal.
+    assert (loads(False), loads(True)) == (12, 9)
 
 
 def test_tall_matrices_are_read_in_place(tmp_path: Path) -> None:
@@ -186,9 +160,8 @@ def test_tall_matrices_are_read_in_place(tmp_path: Path) -> None:
 
 def test_coefficients_are_no_constants() -> None:
     """Other coefficients, other sizes of the same alignment: the same binary."""
-    names = symmetric_kernels.symmetric_product_descriptor_kernel.arg_names
-    parameters = symmetric_kernels.symmetric_product_descriptor_kernel.params
-    constant = {parameter.name for parameter in parameters if parameter.is_constexpr}
+    names = symmetric_product_kernel.arg_names
+    constant = {parameter.name for parameter in symmetric_product_kernel.params if parameter.is_constexpr}
     assert {"alpha", "beta", "diagonal", "K", "num_tiles"} <= set(names) - constant
 
 
@@ -203,7 +176,7 @@ def test_one_program_a_matrix(side: int, arch: int, tmp_path: Path) -> None:
         "safety_factor": "fp32",
     }
     constants = {"R_SCALE": 4096.0, "SIDE": side, "BLOCK": 64, "UPCAST": False, "x_col": 1, "out_col": 1}
-    kernel = compiled(small_kernels.small_gram_newton_schulz_kernel, types, constants, arch, 4, 2)
+    kernel = compiled(small_matrices.small_gram_newton_schulz_kernel, types, constants, arch, 4, 2)
     assert any(name in kernel.asm["ptx"] for name in TENSOR_CORES.values())
     assert spilled_bytes(kernel, tmp_path) == 0
 
@@ -213,8 +186,6 @@ def test_memory_bound_kernels(arch: int, tmp_path: Path) -> None:
     """Loads of 16 bytes a thread."""
     pointers = {"x_ptr": "*fp32", "y_ptr": "*fp16", "exponent_ptr": "*i32", "sum_ptr": "*fp32", "factor": "fp32"}
     constants = {"CHUNK": 16384, "BLOCK": 4096, "PARTS": 64}
-    estimated = {**pointers, "estimate_exponent_ptr": "*i32", "estimate_ptr": "*fp32", "correction_ptr": "*fp32"}
-    whole = {"BLOCK": 8192, "PER_PROGRAM": 8, "SAMPLES": 1024}
     halves = {"x_ptr": "*fp32", "peak_ptr": "*i32", "y_ptr": "*fp16", "scale_ptr": "*fp32"}
     flat = {"FLAT": True, "BLOCK": 4096}
     iterates = {
@@ -226,14 +197,14 @@ def test_memory_bound_kernels(arch: int, tmp_path: Path) -> None:
         "slope": "fp32",
     }
     kernels = [
-        compiled(estimated_kernels.estimated_cast_kernel, estimated, whole, arch, 8, 3),
-        compiled(estimated_kernels.correct_kernel, estimated, {"BLOCK": 8192, "PARTS": 4096}, arch, 8, 3),
-        compiled(elementwise_kernels.cast_kernel, pointers, constants, arch, 8, 3),
-        compiled(elementwise_kernels.sum_of_squares_kernel, pointers, {"CHUNK": 16384, "BLOCK": 4096}, arch, 8, 3),
-        compiled(half_kernels.largest_kernel, halves, flat, arch, 8, 3),
-        compiled(half_kernels.scaled_half_kernel, halves, {**flat, "LEAST": 2.0**-44, "LARGEST": 2.0**62}, arch, 8, 3),
-        compiled(half_kernels.times_kernel, {**halves, "y_ptr": "*fp32"}, flat, arch, 8, 3),
-        compiled(half_kernels.factors_kernel, iterates, {"LIFTED": True, "BLOCK": 4096}, arch, 8, 3),
+        compiled(normalize.cast_kernel, pointers, constants, arch, 8, 3),
+        compiled(normalize.sum_of_squares_kernel, pointers, {"CHUNK": 16384, "BLOCK": 4096}, arch, 8, 3),
+        compiled(half_precision.largest_kernel, halves, flat, arch, 8, 3),
+        compiled(
+            half_precision.scaled_half_kernel, halves, {**flat, "LEAST": 2.0**-44, "LARGEST": 2.0**62}, arch, 8, 3
+        ),
+        compiled(half_precision.times_kernel, {**halves, "y_ptr": "*fp32"}, flat, arch, 8, 3),
+        compiled(half_precision.factors_kernel, iterates, {"LIFTED": True, "BLOCK": 4096}, arch, 8, 3),
     ]
     for kernel in kernels:
         assert re.search(r"ld\.global[.\w:]*\.v4\.b32", kernel.asm["ptx"])

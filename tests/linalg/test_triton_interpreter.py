@@ -22,17 +22,13 @@ if not INTERPRETING:
 
 if INTERPRETING:
     from hf_emopt.kernels.triton.configs import Config
-    from hf_emopt.kernels.triton.small_launch import small_gram_newton_schulz
-    from hf_emopt.kernels.triton.symmetric_launch import symmetric_product
+    from hf_emopt.kernels.triton.small_matrices import small_gram_newton_schulz
+    from hf_emopt.kernels.triton.symmetric_product import symmetric_product, takes
     from hf_emopt.linalg import resolve_coefficients
     from hf_emopt.linalg.gram_newton_schulz import find_restart_steps, iterate
-    from hf_emopt.linalg.symmetric_products import momentum_cast, normalize_cast, symmul, syrk
+    from hf_emopt.linalg.symmetric_products import normalize_cast, symmul, syrk
 
-    CONFIGS = [
-        Config(block_m, block_n, 32, 4, 1, descriptors, group=2)
-        for descriptors in (False, True)
-        for block_m, block_n in ((32, 32), (32, 64), (64, 32))
-    ]
+    CONFIGS = [Config(block_m, block_n, 32, 4, 1, group=2) for block_m, block_n in ((32, 32), (32, 64), (64, 32))]
 
     @pytest.fixture(autouse=True)
     def _seed() -> None:
@@ -40,7 +36,7 @@ if INTERPRETING:
 
     @pytest.mark.parametrize("config", CONFIGS, ids=str)
     @pytest.mark.parametrize("dtype", HALF)
-    @pytest.mark.parametrize("shape", [(2, 70, 48), (1, 64, 33), (96, 64), (3, 1, 5), (2, 33, 1)])
+    @pytest.mark.parametrize("shape", [(2, 72, 48), (1, 64, 40), (96, 64), (3, 8, 16), (2, 40, 8)])
     @pytest.mark.parametrize("trans", [False, True])
     def test_products_of_integers_are_exact(
         config: Config, dtype: torch.dtype, shape: tuple[int, ...], trans: bool
@@ -68,8 +64,8 @@ if INTERPRETING:
 
     @pytest.mark.parametrize("config", CONFIGS, ids=str)
     def test_two_factors(config: Config) -> None:
-        a = torch.randn(2, 70, 70)
-        a = (a @ a.mT / 70).half()
+        a = torch.randn(2, 72, 72)
+        a = (a @ a.mT / 72).half()
         b = (a.double() @ a.double()).half()
         out = torch.empty_like(a)
         symmetric_product(a, b, None, out, alpha=1.0, beta=0.0, config=config)
@@ -78,40 +74,73 @@ if INTERPRETING:
         torch.testing.assert_close(out.double().tril(), exact.tril(), rtol=2e-3, atol=2e-3)
         assert torch.equal(out, out.mT)
 
-    @pytest.mark.parametrize("config", CONFIGS[::3], ids=str)
+    @pytest.mark.parametrize("config", CONFIGS, ids=str)
+    @pytest.mark.parametrize("same", [True, False])
+    @pytest.mark.parametrize("scaled", [True, False])
+    def test_two_factors_and_scales_of_integers_are_exact(config: Config, same: bool, scaled: bool) -> None:
+        a = small_integers(2, 72, 48).half()
+        b = a if same else 2 * a
+        c = small_integers(2, 72, 72)
+        c = c.tril() + c.tril(-1).mT
+        numbers = torch.tensor([[0.5, 4.0], [2.0, 1.0]])
+        t, beta = numbers.double().view(2, 2, 1, 1).unbind(1) if scaled else (1.0, 2.0)
+        expected = t**2 * 0.5 * (a.double() @ b.double().mT) + beta * c.double() + 3 * torch.eye(72)
+        for dtype in (torch.float32,) if scaled else (torch.float32, torch.float16):
+            out = torch.full(expected.shape, float("nan"), dtype=dtype)
+            scales = numbers if scaled else None
+            symmetric_product(a, b, c.to(dtype), out, alpha=0.5, beta=2.0, diagonal=3.0, config=config, scales=scales)
+            assert torch.equal(out.double(), expected)
+
+    def test_scales_are_for_float32_results_with_a_c() -> None:
+        a, scales = torch.zeros(1, 32, 32).half(), torch.ones(1, 2)
+        for c, out, given in ((None, a.float(), scales), (a, a, scales), (a.float(), a.float(), torch.ones(1))):
+            with pytest.raises(ValueError, match="scales are"):
+                symmetric_product(a, a, c, out, alpha=1.0, beta=1.0, scales=given)
+
+    @pytest.mark.parametrize("config", CONFIGS[::2], ids=str)
     def test_strides(config: Config) -> None:
-        """A batch cut out of a larger one, rows with a gap, and columns with a gap."""
-        expected = None
+        """A batch cut out of a larger one, and rows with a gap."""
         x = small_integers(2, 40, 24).half()
-        for view in (
-            torch.zeros(4, 40, 24).half()[::2],
-            torch.zeros(2, 40, 32).half()[..., :24],
-            torch.zeros(2, 40, 48).half()[..., ::2],
-            torch.zeros(2, 41, 25).half()[:, 1:, 1:],
-        ):
+        expected = x.double() @ x.double().mT
+        for view in (torch.zeros(4, 40, 24).half()[::2], torch.zeros(2, 40, 32).half()[..., :24]):
             view.copy_(x)
             out = torch.zeros(2, 40, 48, dtype=torch.float16)[..., :40]
+            assert takes(view, view, None, out)
             symmetric_product(view, view, None, out, alpha=1.0, beta=0.0, config=config)
-            expected = x.double() @ x.double().mT if expected is None else expected
             assert torch.equal(out.double(), expected)
+
+    @pytest.mark.parametrize("odd", ["columns with a gap", "an address", "rows", "a result"])
+    def test_torch_multiplies_what_the_copy_engine_cannot_read(odd: str) -> None:
+        x = small_integers(2, 40, 24).half()
+        view = {
+            "columns with a gap": torch.zeros(2, 40, 48).half()[..., ::2],
+            "an address": torch.zeros(2, 40, 32).half()[..., 1:25],
+            "rows": torch.zeros(2, 40, 25).half()[..., :24],
+            "a result": torch.zeros(2, 37, 24).half(),
+        }[odd]
+        view.copy_(x[:, : view.shape[1]])
+        m = view.shape[1]
+        out = torch.zeros(2, m, m, dtype=torch.float16)
+        assert not takes(view, view, None, out)
+        with pytest.raises(ValueError, match="multiple of 16 bytes"):
+            syrk(view, out=out, backend="triton")
+        assert torch.equal(syrk(view, out=out).double(), view.double() @ view.double().mT)
 
     @pytest.mark.parametrize("config", CONFIGS, ids=str)
     def test_accumulates_in_place_and_ignores_the_upper_triangle(config: Config) -> None:
-        g = small_integers(2, 70, 24).to(torch.bfloat16)
-        lower = small_integers(2, 70, 70).tril()
-        factor = lower + torch.full((70, 70), float("nan")).triu(1)
+        g = small_integers(2, 72, 24).to(torch.bfloat16)
+        lower = small_integers(2, 72, 72).tril()
+        factor = lower + torch.full((72, 72), float("nan")).triu(1)
         symmetric_product(g, g, factor, factor, alpha=0.25, beta=0.5, config=config)
         expected = 0.5 * (lower + lower.tril(-1).mT) + 0.25 * g.float() @ g.float().mT
         assert torch.equal(factor, expected)
 
     def test_public_functions_reach_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-        from hf_emopt.kernels.triton import symmetric_launch
+        from hf_emopt.kernels.triton import symmetric_product as kernels
 
         launches: list[int] = []
-        original = symmetric_launch.symmetric_product
-        monkeypatch.setattr(
-            symmetric_launch, "symmetric_product", lambda *a, **k: (launches.append(1), original(*a, **k))[1]
-        )
+        original = kernels.symmetric_product
+        monkeypatch.setattr(kernels, "symmetric_product", lambda *a, **k: (launches.append(1), original(*a, **k))[1])
         x = small_integers(2, 24, 40).half()
         assert torch.equal(syrk(x), syrk(x, backend="torch"))
         assert torch.equal(syrk(x.mT, trans=True), syrk(x, backend="torch"))
@@ -145,24 +174,6 @@ if INTERPRETING:
         result = normalize_cast(x, torch.float16, backend="triton")
         assert result[0].isnan().all()
         assert torch.equal(result[1], plain[1])
-
-    @pytest.mark.parametrize("nesterov", [False, True])
-    @pytest.mark.parametrize("ok", [None, True, False])
-    @pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])
-    def test_momentum(nesterov: bool, ok: bool | None, grad_dtype: torch.dtype) -> None:
-        grad, buffer = torch.randn(700).to(grad_dtype), torch.randn(700)
-        packed = torch.zeros(1000, dtype=torch.float16)
-        flag = None if ok is None else torch.tensor(ok)
-        ours, theirs = buffer.clone(), buffer.clone()
-        expected = torch.empty(700, dtype=torch.float16)
-        momentum_cast(grad, theirs, 0.95, nesterov=nesterov, out=expected, ok=flag, backend="torch")
-        momentum_cast(grad, ours, 0.95, nesterov=nesterov, out=packed[100:800], ok=flag, backend="triton")
-        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
-        torch.testing.assert_close(packed[100:800], expected, rtol=1e-3, atol=1e-3)
-        assert packed[:100].count_nonzero() == 0
-        assert packed[800:].count_nonzero() == 0
-        if ok is False:
-            assert torch.equal(ours, buffer)
 
     @pytest.mark.parametrize("form", ["standard", "gram"])
     @pytest.mark.parametrize("shape", [(48, 80), (2, 40, 72), (80, 48)])

@@ -1,6 +1,6 @@
 """Tile shapes by architecture and problem: a shipped table, measured where it says so, and no autotuning.
 
-A configuration is chosen by the nearest measured problem of the same architecture. Another table, written by
+A configuration is that of the nearest measured problem of the same architecture. Another table, written by
 ``hf-emopt bench kernels --tune``, takes its place when ``HF_EMOPT_KERNEL_TABLE`` names it.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from hf_emopt.kernels.triton.runtime import variable
 
 __all__ = [
     "CANDIDATES",
+    "LOW",
     "Config",
     "Entry",
     "choose",
@@ -28,6 +29,10 @@ __all__ = [
 ]
 
 TABLE_VARIABLE = "HF_EMOPT_KERNEL_TABLE"
+LOW = 2.0**-11
+"""Factor of the second part of a split factor, :mod:`hf_emopt.kernels.triton.split_products`."""
+# Fields of configurations in tables of earlier versions, and the value that stands for the kernel there still is.
+_RETIRED_FIELDS = {"descriptors": True, "clusters": False}
 
 
 @dataclass(frozen=True)
@@ -38,10 +43,7 @@ class Config:
         block_m, block_n, block_k: tile of the result, and depth of one step of the inner loop. ``block_m`` and ``block_n``
             are equal or one is twice the other.
         num_warps, num_stages: warps a program, and depth of software pipelining.
-        descriptors: load and store by tensor descriptors (sm_90 and later, 16-byte rows) or by pointers.
         group: tiles are launched in squares of ``group`` by ``group``, which decides what the L2 cache holds.
-        clusters: two multiprocessors read together what both need, and a tile is stored while the next is summed
-            (:mod:`hf_emopt.kernels.hopper`), where the problem allows it; else as without. Its tiles are of 128 by 256.
     """
 
     block_m: int
@@ -49,9 +51,7 @@ class Config:
     block_k: int
     num_warps: int
     num_stages: int
-    descriptors: bool = True
     group: int = 16
-    clusters: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,51 +68,36 @@ class Entry:
     general_ms: float
 
 
-# What ``--tune`` tries. All compile without spills, but for some bytes on clusters with a C
-# (tests/linalg/test_triton_compile.py, test_clusters.py).
+# What ``--tune`` tries. All compile without spills (tests/linalg/test_triton_compile.py).
 CANDIDATES: dict[int, tuple[Config, ...]] = {
-    80: (
-        Config(128, 128, 32, 8, 4, descriptors=False),
-        Config(64, 128, 32, 4, 4, descriptors=False),
-        Config(64, 64, 32, 4, 4, descriptors=False),
-    ),
     90: (
         Config(64, 64, 64, 4, 4),
         Config(64, 128, 64, 4, 3),
-        Config(64, 128, 64, 4, 4, descriptors=False),
         Config(64, 128, 64, 4, 4),
         Config(128, 64, 64, 4, 3),
         Config(128, 64, 64, 4, 4),
         Config(128, 128, 64, 4, 3, group=8),
         Config(128, 128, 64, 4, 3),
         Config(128, 128, 64, 8, 4),
-        Config(128, 256, 64, 8, 3, group=8),
         Config(128, 256, 64, 8, 3),
         Config(128, 256, 64, 8, 4),
         Config(256, 128, 64, 8, 4),
-        # Three programs a multiprocessor, with the registers that the variant `diagonal` leaves.
+        # Three programs a multiprocessor: tiles on the diagonal, which have code of their own, leave the registers.
         Config(128, 128, 64, 4, 2),
-        Config(128, 128, 32, 4, 4),
-        Config(128, 256, 64, 8, 4, group=8, clusters=True),
     ),
     100: (
         Config(128, 128, 64, 4, 3),
         Config(128, 128, 64, 8, 3),
-        Config(128, 128, 64, 8, 3, descriptors=False),
     ),
 }
 # Without a measurement: what the sizes suggest.
-_DEFAULTS = {
-    80: Config(128, 128, 32, 8, 4, descriptors=False),
-    90: Config(128, 128, 64, 4, 3),
-    100: Config(128, 128, 64, 4, 3),
-}
-# Float32 results on sm_90: where there are two tiles or more for every multiprocessor, and below.
+_DEFAULT = Config(128, 128, 64, 4, 3)
+_INTERPRETED = Config(32, 32, 32, 4, 1, group=2)
+# Float32 results on sm_90: where there are two tiles or more for every multiprocessor, and below. 16 results of 2048 x 2048
+# of that depth, added to, take 18.5 and 21.4 microseconds each on an H200, and 24.7 with the 128 x 128 of the table.
 _MULTIPROCESSORS = 132  # of the cards that the tables were measured on
 WIDE = Config(128, 256, 64, 8, 4)
 WIDE_FEW = Config(64, 128, 64, 4, 4)
-# Where strides or addresses rule descriptors out.
-POINTERS = Config(128, 128, 32, 8, 3, descriptors=False)
 
 
 def family(architecture: int) -> int:
@@ -133,27 +118,36 @@ def table_path(architecture: int) -> Path:
 
 
 @functools.lru_cache(maxsize=8)
-def _read(path: Path) -> tuple[dict[str, Any], tuple[Entry, ...]]:
+def _read(path: Path) -> tuple[Entry, ...]:
     if not path.exists():
-        return {}, ()
-    content = json.loads(path.read_text())
-    known = {field.name for field in fields(Config)}
-    for row in content["entries"]:
-        if unknown := sorted(set(row["config"]) - known):
-            raise ValueError(
-                f"{path} is of another version: it has configurations with {', '.join(unknown)}. Measure it again with "
-                f"`hf-emopt bench kernels --tune {path.name}`"
-            )
-    entries = tuple(
-        Entry(row["batch"], row["m"], row["k"], row["with_c"], Config(**row["config"]), row["ms"], row["general_ms"])
-        for row in content["entries"]
-    )
-    return {key: value for key, value in content.items() if key != "entries"}, entries
+        return ()
+    rows = json.loads(path.read_text())["entries"]
+    entries = []
+    for row in rows:
+        fields = dict(row["config"])
+        if all(fields.pop(name, value) == value for name, value in _RETIRED_FIELDS.items()):
+            try:
+                entries.append(Entry(**{**row, "config": Config(**fields)}))
+            except TypeError as error:
+                raise ValueError(f"{path} is of another version ({error}): {_measure_again(path)}") from error
+    if rows and not entries:
+        raise ValueError(
+            f"all of {path} was measured with kernels that are gone (pointers, clusters): {_measure_again(path)}"
+        )
+    return tuple(entries)
+
+
+def _measure_again(path: Path) -> str:
+    return f"measure it again with `hf-emopt bench kernels --tune {path.name}`"
 
 
 def load_table(architecture: int) -> tuple[Entry, ...]:
-    """Measured problems of an architecture; empty where nothing was measured."""
-    return _read(table_path(architecture))[1]
+    """Measured problems of an architecture; empty where nothing was measured.
+
+    Raises:
+        ValueError: the table is of another version of this package, or of kernels that are gone.
+    """
+    return _read(table_path(architecture))
 
 
 def measured(architecture: int) -> bool:
@@ -163,54 +157,38 @@ def measured(architecture: int) -> bool:
 
 def save_table(path: Path, entries: list[Entry], **facts: Any) -> None:
     """Writes a table; ``facts`` say where it was measured (card, versions)."""
-    dicts = [asdict(entry) for entry in entries]
-    for row in dicts:
-        if not row["config"]["clusters"]:
-            del row["config"]["clusters"]
-    rows = ",\n".join(f"  {json.dumps(row)}" for row in dicts)
+    rows = ",\n".join(f"  {json.dumps(asdict(entry))}" for entry in entries)
     head = "".join(f" {json.dumps(key)}: {json.dumps(value)},\n" for key, value in facts.items())
     path.write_text("{\n" + head + ' "entries": [\n' + rows + "\n ]\n}\n")
 
 
 @functools.lru_cache(maxsize=4096)
-def choose(
-    architecture: int | None, batch: int, m: int, k: int, with_c: bool = False, clusters: bool = False
-) -> Config:
+def choose(architecture: int | None, batch: int, m: int, k: int, with_c: bool = False) -> Config:
     """The configuration for ``batch`` products of ``(m, k)``: that of the nearest measured problem.
 
     Args:
         architecture: compute capability as one number; ``None`` when interpreting.
-        clusters: the product can run on clusters. A problem has an entry with them beside the one without where they are
-            faster.
     """
     if architecture is None:
-        return Config(32, 32, 32, 4, 1, descriptors=False, group=2)
-    entries = tuple(
-        entry for entry in load_table(architecture) if entry.with_c == with_c and entry.config.clusters <= clusters
-    )
-    if not entries:
-        return _DEFAULTS[family(architecture)]
+        return _INTERPRETED
+    entries = [entry for entry in load_table(architecture) if entry.with_c == with_c]
 
     def distance(entry: Entry) -> tuple[float, float]:
-        # The number of tiles decides how a device is filled, the depth how much a tile costs beside its ends.
+        # The number of tiles decides how a device is filled, the depth how much of its time a tile spends on its ends.
         tiles = math.log2(batch * m * m) - math.log2(entry.batch * entry.m * entry.m)
         return abs(tiles) + abs(math.log2(m / entry.m)) + 0.5 * abs(math.log2(k / entry.k)), entry.ms
 
-    return min(entries, key=distance).config
+    return min(entries, key=distance).config if entries else _DEFAULT
 
 
 def with_wide_registers(config: Config) -> Config:
-    """For a float32 result: what is summed and its mirror image are both 32 bits wide."""
+    """For a float32 result, whose sums and mirror image are both 32 bits wide."""
     large = config.block_m * config.block_n >= 128 * 128
     return replace(config, num_warps=8) if large and config.num_warps < 8 else config
 
 
 def choose_wide(architecture: int | None, batch: int, m: int, k: int, with_c: bool = False) -> Config:
-    """As :func:`choose`, for a float32 result.
-
-    On an H200, 16 results of 2048 x 2048 of that depth, added to, took 18.5 microseconds each with tiles of 128 x 256, 21.4
-    with 64 x 128, and 24.7 with the 128 x 128 of the table.
-    """
+    """As :func:`choose`, for a float32 result."""
     if architecture is not None and family(architecture) == 90 and m >= 512:
         tiles = batch * (m / 128) * (m / 256 + 1) / 2
         return WIDE if tiles >= 2 * _MULTIPROCESSORS else WIDE_FEW

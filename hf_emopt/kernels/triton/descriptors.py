@@ -14,7 +14,7 @@ __all__ = ["describable", "descriptor"]
 
 
 def describable(x: Tensor) -> bool:
-    """Whether the copy engine can read it: unit stride inside, the other strides and the address multiples of 16 bytes."""
+    """Whether the copy engine can read a tensor: unit stride inside, other strides and the address multiples of 16 bytes."""
     size = x.element_size()
     outer = (x.stride(-2), *((x.stride(0),) if x.shape[0] > 1 else ()))
     return (
@@ -26,7 +26,7 @@ def describable(x: Tensor) -> bool:
 
 
 class _Address:
-    """What a descriptor needs of a tensor, without keeping its memory alive."""
+    """The address and dtype of a tensor, for a descriptor that does not keep its memory alive."""
 
     def __init__(self, address: int, dtype: torch.dtype) -> None:
         self.address = address
@@ -51,7 +51,7 @@ def _address(address: int, dtype: torch.dtype) -> _Address:
 
 
 def descriptor(x: Tensor, rows: int, cols: int) -> Any:
-    """Of blocks ``(1, rows, cols)`` of ``(B, m, n)``."""
+    """A descriptor of blocks ``(1, rows, cols)`` of ``(B, m, n)``."""
     batch_stride = x.stride(0) if x.shape[0] > 1 else x.shape[1] * x.stride(1)
     layout = (tuple(x.shape), (batch_stride, x.stride(1), 1), (1, rows, cols))
     if interpreting():

@@ -17,7 +17,8 @@ _COMPILED: dict[Hashable, Any] = {}
 
 
 def specialization(tensors: Sequence[Tensor], integers: Sequence[int]) -> Hashable:
-    """What Triton makes of arguments: dtypes, alignment, and integers that are 1, multiples of 16, or wider than 32 bits."""
+    """The properties of arguments that Triton specializes on: dtypes, alignment, and integers that are 1, multiples of 16, or
+    wider than 32 bits."""
     return (
         tuple([(x.dtype, x.data_ptr() % 16 == 0) for x in tensors]),
         tuple([(i == 1, i % 16 == 0, i >= 2**31) for i in integers]),

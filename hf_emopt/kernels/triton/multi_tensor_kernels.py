@@ -1,24 +1,46 @@
-"""Elementwise passes over many tensors in one launch.
+"""Elementwise passes over many tensors in one launch: the kernels behind :mod:`hf_emopt.kernels.multi_tensor`.
 
-The elements are given as *runs*: stretches of consecutive elements, each with an address in every list of tensors that take
-part. Addresses lie in device memory, so one binary serves any number of tensors. A program works on one chunk of one run.
+Elements are given as *flat spans*: stretches of consecutive elements, each with an address in every list of tensors that
+takes part. Addresses are in device memory, so one binary serves any number of tensors. A program works on one chunk of one
+span.
 
 Products and sums come in the order of torch's own foreach functions and are rounded one by one (launched without contraction
-into fused multiply-adds), so that a result is the same wherever in memory its tensors lie.
+into fused multiply-adds), so that a result is the same wherever in memory its tensors are.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-__all__ = ["apply_kernel", "copy_kernel", "finite_kernel", "momentum_kernel"]
+from hf_emopt.kernels.multi_tensor_table import Prepared
+from hf_emopt.kernels.triton.launching import launch, specialization
+
+__all__ = [
+    "apply_kernel",
+    "copy_kernel",
+    "finite_kernel",
+    "launch_apply",
+    "launch_copy",
+    "launch_finite",
+    "launch_momentum",
+    "momentum_kernel",
+]
+
+_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+# Sums are rounded as torch rounds them.
+_OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
 
 
 @triton.jit
-def _pointer(addresses, run, start, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    pointer = tl.load(addresses + run).to(tl.pointer_type(DTYPE)) + start
+def _pointer(addresses, span, start, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    pointer = tl.load(addresses + span).to(tl.pointer_type(DTYPE)) + start
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
     return pointer
@@ -26,15 +48,15 @@ def _pointer(addresses, run, start, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _chunk(run_of, start_of, numel_of, ALIGNED: tl.constexpr):
-    """Run of this program, its first element, and how many are left from there."""
+    """Flat span of this program, its first element, and how many are left from there."""
     program = tl.program_id(0)
-    run = tl.load(run_of + program)
+    span = tl.load(run_of + program)
     start = tl.load(start_of + program)
-    left = tl.load(numel_of + run) - start
+    left = tl.load(numel_of + span) - start
     if ALIGNED:
         start = tl.multiple_of(start, 16)
         left = tl.multiple_of(left, 16)
-    return run, start, left
+    return span, start, left
 
 
 @triton.jit
@@ -57,12 +79,12 @@ def momentum_kernel(
     BLOCK: tl.constexpr,
 ):
     """``m += (1 - mu) (g - m)``, and ``g + mu (m - g)`` or ``m`` to the output; ``g = m`` where ``ok`` is false."""
-    run, start, left = _chunk(run_of, start_of, numel_of, ALIGNED)
+    span, start, left = _chunk(run_of, start_of, numel_of, ALIGNED)
     index = tl.arange(0, BLOCK)
     inside = index < left
-    buffer_ptr = _pointer(buffers, run, start, BUFFER, ALIGNED) + index
+    buffer_ptr = _pointer(buffers, span, start, BUFFER, ALIGNED) + index
     buffer = tl.load(buffer_ptr, mask=inside, other=0.0)
-    grad = tl.load(_pointer(grads, run, start, GRAD, ALIGNED) + index, mask=inside, other=0.0).to(BUFFER)
+    grad = tl.load(_pointer(grads, span, start, GRAD, ALIGNED) + index, mask=inside, other=0.0).to(BUFFER)
     if HAS_OK:
         grad = tl.where(tl.load(ok_ptr) != 0, grad, buffer)
     # As torch.lerp, which counts from the nearer end; ``rest`` is 1 - momentum.
@@ -77,7 +99,7 @@ def momentum_kernel(
             update = grad + momentum * (new - grad)
         else:
             update = new - (new - grad) * (1.0 - momentum)
-    tl.store(_pointer(outs, run, start, OUT, ALIGNED) + index, update.to(OUT), mask=inside)
+    tl.store(_pointer(outs, span, start, OUT, ALIGNED) + index, update.to(OUT), mask=inside)
 
 
 @triton.jit
@@ -97,16 +119,16 @@ def copy_kernel(
     BLOCK: tl.constexpr,
 ):
     """``target = source``, or ``scale source`` with the product in float32; zeros where ``ok`` is false."""
-    run, start, left = _chunk(run_of, start_of, numel_of, ALIGNED)
+    span, start, left = _chunk(run_of, start_of, numel_of, ALIGNED)
     index = tl.arange(0, BLOCK)
     inside = index < left
     read = inside
     if HAS_OK:
         read = index < tl.where(tl.load(ok_ptr) != 0, left, 0)
-    x = tl.load(_pointer(sources, run, start, SOURCE, ALIGNED) + index, mask=read, other=0.0)
+    x = tl.load(_pointer(sources, span, start, SOURCE, ALIGNED) + index, mask=read, other=0.0)
     if SCALED:
-        x = x.to(tl.float32) * tl.load(scales + run)
-    tl.store(_pointer(targets, run, start, TARGET, ALIGNED) + index, x.to(TARGET), mask=inside)
+        x = x.to(tl.float32) * tl.load(scales + span)
+    tl.store(_pointer(targets, span, start, TARGET, ALIGNED) + index, x.to(TARGET), mask=inside)
 
 
 @triton.jit
@@ -132,16 +154,16 @@ def apply_kernel(
 
     Cautious (3): ``p <- p - decay p - lr u`` where the update pulls the weight towards zero.
     """
-    run, start, left = _chunk(run_of, start_of, numel_of, ALIGNED)
+    span, start, left = _chunk(run_of, start_of, numel_of, ALIGNED)
     if HAS_OK:
         left = tl.where(tl.load(ok_ptr) != 0, left, 0)
     index = tl.arange(0, BLOCK)
     inside = index < left
-    pointer = _pointer(weights, run, start, WEIGHT, ALIGNED) + index
+    pointer = _pointer(weights, span, start, WEIGHT, ALIGNED) + index
     weight = tl.load(pointer, mask=inside, other=0.0)
-    update = tl.load(_pointer(updates, run, start, UPDATE, ALIGNED) + index, mask=inside, other=0.0).to(WEIGHT)
+    update = tl.load(_pointer(updates, span, start, UPDATE, ALIGNED) + index, mask=inside, other=0.0).to(WEIGHT)
     if SCALED:
-        update = update * tl.load(scales + run)
+        update = update * tl.load(scales + span)
     if DECAY == 1:
         weight = weight * decay
     if DECAY == 3:
@@ -157,10 +179,73 @@ def finite_kernel(
     run_of, start_of, numel_of, values, flag_ptr, VALUE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Sets the flag to 0 where a number is infinite or NaN."""
-    run, start, left = _chunk(run_of, start_of, numel_of, ALIGNED)
+    span, start, left = _chunk(run_of, start_of, numel_of, ALIGNED)
     index = tl.arange(0, BLOCK)
-    x = tl.load(_pointer(values, run, start, VALUE, ALIGNED) + index, mask=index < left, other=0.0).to(tl.float32)
+    x = tl.load(_pointer(values, span, start, VALUE, ALIGNED) + index, mask=index < left, other=0.0).to(tl.float32)
     # x - x is 0 for every finite number, and NaN for the others.
     bad = tl.max((x - x != 0.0).to(tl.int32), axis=0)
     if bad != 0:
         tl.store(flag_ptr, 0)
+
+
+def _launch(kernel: Any, prepared: Prepared, arguments: tuple[Any, ...], constants: tuple[Any, ...]) -> None:
+    tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+    key = (kernel.__name__, *constants, prepared.aligned, prepared.run_of.device, specialization(tensors, ()))
+    tables = (prepared.run_of, prepared.start_of, prepared.numel_of, *prepared.addresses)
+    every = (*tables, *arguments, *constants, prepared.aligned, prepared.block)
+    launch(kernel, key, prepared.count, every, _OPTIONS, prepared.run_of.device)
+
+
+def _flag(ok: Tensor | None, otherwise: Tensor) -> Tensor:
+    return otherwise if ok is None else ok.view(torch.uint8)
+
+
+def launch_momentum(
+    prepared: Prepared,
+    grads: Sequence[Tensor],
+    buffers: Sequence[Tensor],
+    outs: Sequence[Tensor],
+    momentum: float,
+    nesterov: bool,
+    ok: Tensor | None,
+) -> None:
+    """See :meth:`~hf_emopt.kernels.multi_tensor.Runs.momentum`."""
+    types = tuple(_TYPES[tensors[0].dtype] for tensors in (grads, buffers, outs))
+    arguments = (_flag(ok, prepared.run_of.view(torch.uint8)), momentum, 1.0 - momentum)
+    _launch(momentum_kernel, prepared, arguments, (*types, nesterov, ok is not None))
+
+
+def launch_copy(
+    prepared: Prepared,
+    source: Sequence[Tensor],
+    target: Sequence[Tensor],
+    scales: Tensor | None,
+    ok: Tensor | None = None,
+) -> None:
+    """See :meth:`~hf_emopt.kernels.multi_tensor.Runs.to_right`."""
+    types = (_TYPES[source[0].dtype], _TYPES[target[0].dtype])
+    arguments = (prepared.numel_of if scales is None else scales, _flag(ok, prepared.run_of.view(torch.uint8)))
+    _launch(copy_kernel, prepared, arguments, (*types, scales is not None, ok is not None))
+
+
+def launch_apply(
+    prepared: Prepared,
+    weights: Sequence[Tensor],
+    updates: Sequence[Tensor],
+    scales: Tensor | None,
+    lr: float,
+    shrink: float,
+    decay: int,
+    ok: Tensor | None,
+) -> None:
+    """See :meth:`~hf_emopt.kernels.multi_tensor.Runs.apply`."""
+    types = (_TYPES[weights[0].dtype], _TYPES[updates[0].dtype])
+    factors = prepared.numel_of if scales is None else scales
+    arguments = (factors, _flag(ok, prepared.run_of.view(torch.uint8)), lr, shrink if decay == 3 else 1.0 - shrink)
+    constants = (*types, scales is not None, decay, ok is not None)
+    _launch(apply_kernel, prepared, arguments, constants)
+
+
+def launch_finite(prepared: Prepared, tensors: Sequence[Tensor], flag: Tensor) -> None:
+    """See :func:`~hf_emopt.kernels.multi_tensor.all_finite`."""
+    _launch(finite_kernel, prepared, (flag,), (_TYPES[tensors[0].dtype],))

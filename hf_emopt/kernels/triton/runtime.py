@@ -1,6 +1,7 @@
 """Whether Triton kernels can and may run, and small things that every launch needs.
 
-Nothing here imports Triton at module level: the package works without it.
+The package works without Triton: this module, :mod:`configs`, :mod:`descriptors` and :mod:`launching` import it in functions
+only, and the modules with kernels are imported where one is launched.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 __all__ = [
     "architecture",
     "current_stream",
+    "has_copy_engine",
     "interpreting",
     "kernels_disabled",
     "multiprocessors",
@@ -33,7 +35,7 @@ def variable(name: str, default: str = "") -> str:
     """A variable of the environment as it is now, so that a test or a debugging session can change it.
 
     A step asks some hundreds of times. ``os.environ.get`` encodes the name each time, and raises and catches an error where
-    there is no such variable; what ``os.environ`` is made of is a dictionary.
+    there is no such variable; the dictionary under ``os.environ`` does neither.
     """
     try:
         found = os.environ._data.get(_encoded(name))  # type: ignore[attr-defined]
@@ -84,7 +86,7 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:
-    """Makes a device the current one, where Triton launches and graphs are recorded: a model may lie on several."""
+    """Makes a device the current one, where Triton launches and graphs are recorded: a model may be on several."""
     if device.type != "cuda" or device.index in (None, torch.cuda.current_device()):
         return _NOTHING
     return torch.cuda.device(device)
@@ -98,8 +100,14 @@ def current_stream(device: torch.device) -> int:
 
 
 def supported(device: torch.device) -> bool:
-    """Whether the kernels can run there: an NVIDIA device of capability 8.0 or higher, or the interpreter."""
+    """Whether kernels can run there: an NVIDIA device of capability 8.0 or higher, or the interpreter."""
     return _supported(device, kernels_disabled(), interpreting())
+
+
+def has_copy_engine(device: torch.device) -> bool:
+    """Whether kernels with tensor descriptors, as products have them, can run there: capability 9.0 or higher, or the
+    interpreter."""
+    return supported(device) and (interpreting() or (architecture(device) or 0) >= 90)
 
 
 @functools.cache

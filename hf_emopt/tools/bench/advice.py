@@ -25,7 +25,7 @@ LEAST = 0.01
 
 @dataclass(frozen=True)
 class Alternative:
-    """A setting beside the measured one.
+    """Another setting than the measured one.
 
     Attributes:
         name: what a user would set.
@@ -40,13 +40,13 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A measured alternative beside the step that it is one of; milliseconds, medians.
+    """A measured alternative and the step that it replaces; milliseconds, medians.
 
     Attributes:
         optim: name of the optimizer.
         setting: what was set.
         before, after: the step without and with it.
-        margin: what of a difference is noise: two standard errors of the difference of medians, at least 1 % of a step.
+        margin: the noise of a difference: two standard errors of the difference of medians, at least 1 % of a step.
         error: why it could not be measured, or empty.
     """
 
@@ -76,7 +76,7 @@ class Verdict:
 
 
 def alternatives(name: str, settings: Settings, world_size: int, device: torch.device) -> list[Alternative]:
-    """What could be set otherwise for an optimizer of this package.
+    """Other settings of an optimizer of this package.
 
     Buckets of half and of twice the size, whether or not the model fills them; updates behind the next forward under DDP; the
     other of DDP and FSDP2; the standard form of the orthogonalization where kernels run the Gram form; and for rules with
@@ -162,7 +162,7 @@ def measure_alternatives(
 def exposed_share(
     rows: Sequence[Row], makers: Mapping[str, Maker], settings: Settings, device: torch.device
 ) -> dict[str, dict[int, float]]:
-    """What of a step the optimizer adds, by optimizer and tokens of a rank: as measured, and with twice the tokens."""
+    """The share of a step that the optimizer adds, by optimizer and tokens of a rank: as measured, and with twice as many."""
     found: dict[str, dict[int, float]] = {}
     double = replace(settings, tokens=2 * settings.tokens)
     names = [r["optimizer_name"] for r in rows if "step" in r and r["optimizer_name"] in MATRIX_OPTIMIZERS]
@@ -184,7 +184,7 @@ def _share(row: Row, bare: Row) -> float:
 
 
 def report(verdicts: Sequence[Verdict], shares: Mapping[str, Mapping[int, float]]) -> str:
-    """What a user can do, the best first for each optimizer, and what would change nothing."""
+    """The verdicts for a user, the best first for each optimizer, and the settings that change nothing."""
     lines = []
     for optim in dict.fromkeys(v.optim for v in verdicts):
         mine = [v for v in verdicts if v.optim == optim]

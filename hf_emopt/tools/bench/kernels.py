@@ -10,7 +10,7 @@ import functools
 import importlib.util
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -209,36 +209,28 @@ def compare(
 def tune(
     shapes: Sequence[Shape], *, repeat_ms: float = 15.0, candidates: Sequence[Config] | None = None
 ) -> list[Entry]:
-    """The best configuration for the products of every shape: ``X X^T``, the square ``A A``, and ``A A + A``; without
-    clusters, and with them where that is better."""
+    """The best configuration for the products of every shape: ``X X^T``, the square ``A A``, and ``A A + A``."""
     architecture = runtime.architecture(torch.device("cuda", torch.cuda.current_device()))
-    if architecture is None or not runtime.supported(torch.device("cuda")):
-        raise RuntimeError("tuning needs an NVIDIA GPU of capability 8.0 or higher, and Triton 3.4 or later")
+    if architecture is None or not runtime.has_copy_engine(torch.device("cuda")):
+        raise RuntimeError("tuning needs an NVIDIA GPU of capability 9.0 or higher, and Triton 3.4 or later")
     tried = configs.CANDIDATES[configs.family(architecture)] if candidates is None else tuple(candidates)
     problems = sorted({(b, m, k, c) for b, m, n in shapes for k, c in ((n, False), (m, False), (m, True))})
     entries = []
     for batch, m, k, with_c in problems:
         times = measure_product(batch, m, k, tried, with_c=with_c, repeat_ms=repeat_ms)
         general = times.pop(None)
-        entries += best_entries((batch, m, k), with_c, times, general)  # type: ignore[arg-type]
-        config, best = entries[-1].config, entries[-1].ms
+        config, best = min(times.items(), key=lambda item: item[1])
+        assert config is not None
+        entries.append(Entry(batch, m, k, with_c, config, best, general))
         print(f"{batch} x {m} x {k}: {best:.4f} ms, general product {general:.4f} ms, {config}", flush=True)
     return entries
-
-
-def best_entries(shape: Shape, with_c: bool, times: Mapping[Config, float], general_ms: float) -> list[Entry]:
-    """Of one product's times by configuration: the best without clusters, then the best of all if it has them."""
-    ranked = sorted(times, key=lambda config: times[config])
-    chosen = [next(config for config in ranked if not config.clusters)]
-    chosen += ranked[:1] * ranked[0].clusters
-    return [Entry(*shape, with_c, config, times[config], general_ms) for config in chosen]
 
 
 def measure_product(
     batch: int, m: int, k: int, candidates: Sequence[Config], *, with_c: bool, repeat_ms: float
 ) -> dict[Config | None, float]:
     """Milliseconds of one symmetric product by configuration; ``None`` is the vendor's general product."""
-    from hf_emopt.kernels.triton.symmetric_launch import symmetric_product
+    from hf_emopt.kernels.triton.symmetric_product import symmetric_product
 
     a = torch.randn(batch, m, k, device="cuda", dtype=torch.float16)
     out = a.new_empty(batch, m, m)
@@ -348,7 +340,7 @@ def run(
     tune_table: str | None = None,
     make_plot: bool = True,
 ) -> int:
-    """The subcommand: measures, prints, and writes ``output`` and a plot beside it.
+    """The subcommand: measures, prints, and writes ``output`` and a plot.
 
     Raises:
         ValueError: there is no CUDA device, or a shape that is none.
@@ -365,7 +357,7 @@ def run(
     def keep(rows: list[dict[str, Any]], products: Sequence[dict[str, Any]] = ()) -> None:
         path.write_text(json.dumps({**device_facts(), "rows": rows, "products": list(products)}, indent=1) + "\n")
 
-    rows = compare(chosen, keep=keep)  # a run that is cut short keeps what it has
+    rows = compare(chosen, keep=keep)  # a run that is cut short keeps its rows so far
     print("\n" + report(rows))
     products = compare_products(chosen)
     print("\nX X^T alone, ms:\n" + report_products(products))

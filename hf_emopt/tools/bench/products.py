@@ -80,7 +80,7 @@ def _checked(product: Product, x: Tensor, reference: Tensor) -> dict[str, Any]:
 
 def compare_products(shapes: Sequence[Shape], *, repeat_ms: float = 30.0, rounds: int = 3) -> list[dict[str, Any]]:
     """Median ms of ``X X^T`` in bfloat16, L2 cleared between calls of long ones, of all implementations in turn: ``rounds``
-    medians each, of which the middle one counts. ``{"shape", "implementations": {name: {"ms", "error"}}}`` a row."""
+    medians each, the middle one counts. ``{"shape", "implementations": {name: {"ms", "error"}}}`` a row."""
     peers = {name: make() for name, (module, make) in _PEERS.items() if importlib.util.find_spec(module) is not None}
     everyone: dict[str, Product] = {"hf_emopt": syrk, **peers}
     rows = []

@@ -10,7 +10,22 @@ __all__ = ["Timeline", "timeline"]
 
 _KINDS = (
     ("collective", ("nccl",)),
-    ("product", ("gemm", "cutlass", "symmetric", "syrk", "nvjet", "small_gram", "xmma", "sm90_", "sm80_", "cublas")),
+    (
+        "product",
+        (
+            "gemm",
+            "cutlass",
+            "symmetric",
+            "syrk",
+            "split_product",
+            "nvjet",
+            "small_gram",
+            "xmma",
+            "sm90_",
+            "sm80_",
+            "cublas",
+        ),
+    ),
     ("copy", ("memcpy", "memset", "copy", "catarray")),
 )
 """Kinds of kernels by parts of their names; what matches none is elementwise work or a reduction."""
@@ -25,7 +40,7 @@ class Timeline:
         busy: with at least one kernel running.
         by_kind: sums over kernels of ``"product"``, ``"collective"``, ``"copy"`` and ``"elementwise"``.
         by_stream: sums over kernels of each stream.
-        alone: of the kinds, time in which no kernel of another kind ran beside it.
+        alone: by kind, the time in which no kernel of another kind ran.
         kernels: number of them.
         largest: the kernels with the largest sums, ``(name, sum, launches)``.
     """

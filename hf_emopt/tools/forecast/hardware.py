@@ -33,8 +33,6 @@ class Gpu:
         nvlink_gb_s: GB/s from one GPU to the others of its node, one direction.
         per_node: GPUs in a node.
         source: of the figures, by field name; ``""`` for all that are not named.
-        clusters: products may run on clusters of multiprocessors; not where there are several ranks, see
-            :func:`hf_emopt.kernels.triton.variants.on_clusters`.
     """
 
     name: str
@@ -47,7 +45,6 @@ class Gpu:
     nvlink_gb_s: float
     per_node: int
     source: Mapping[str, str]
-    clusters: bool = True
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ _Point = tuple[float, float, float]
 
 
 @functools.cache
-def _points(architecture: int, table: str, clusters: bool, symmetric: bool, with_c: bool) -> tuple[_Point, ...]:
+def _points(architecture: int, table: str, symmetric: bool, with_c: bool) -> tuple[_Point, ...]:
     """``(log2 elements of the result, log2 depth, log2 operations a second)`` of each measured product.
 
     Args:
@@ -35,7 +35,7 @@ def _points(architecture: int, table: str, clusters: bool, symmetric: bool, with
     """
     found = {}
     for e in sorted(load_table(architecture), key=lambda e: -e.ms):  # the fastest of a problem last
-        if e.with_c == with_c and e.config.clusters <= clusters:
+        if e.with_c == with_c:
             ms = e.ms if symmetric else e.general_ms
             rate = 2 * e.batch * e.m * e.m * e.k / (ms * 1e-3)
             found[e.batch, e.m, e.k] = (math.log2(e.batch * e.m * e.m), math.log2(e.k), math.log2(rate))
@@ -43,11 +43,9 @@ def _points(architecture: int, table: str, clusters: bool, symmetric: bool, with
 
 
 @functools.lru_cache(maxsize=65536)
-def _rate(
-    architecture: int, table: str, clusters: bool, symmetric: bool, with_c: bool, elements: float, depth: float
-) -> float:
+def _rate(architecture: int, table: str, symmetric: bool, with_c: bool, elements: float, depth: float) -> float:
     """Operations a second, by inverse square distance."""
-    points = _points(architecture, table, clusters, symmetric, with_c)
+    points = _points(architecture, table, symmetric, with_c)
     total = weights = 0.0
     for x, y, z in points:
         distance = (x - elements) ** 2 + (y - depth) ** 2 + SOFTENING
@@ -76,7 +74,7 @@ def product_seconds(
     where = (math.log2(batch * m * n), math.log2(k))
     # Where nothing is measured: general products at the measured card's rates, scaled by datasheets.
     architecture = gpu.architecture if has_kernels(gpu) else _REFERENCE.architecture
-    rate = _rate(architecture, chosen_table(), gpu.clusters, symmetric and has_kernels(gpu), with_c, *where)
+    rate = _rate(architecture, chosen_table(), symmetric and has_kernels(gpu), with_c, *where)
     rate *= gpu.bf16 / _REFERENCE.bf16
     return float(max(flops / rate, LAUNCH_SECONDS))
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from torch import nn
@@ -284,7 +284,6 @@ def forecast(
             "it out of --optim_args, and take its bytes from the GPU's memory"
         )
     placed = place(optimizer, layout, model, max_bucket_numel)
-    machine = replace(machine, gpu=replace(machine.gpu, clusters=layout.world_size == 1))
     return Forecast(optimizer, machine, placed, frozen_bytes)
 
 

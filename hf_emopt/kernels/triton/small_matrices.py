@@ -1,19 +1,25 @@
 """Gram Newton-Schulz of one small matrix by one program: attention heads, LoRA factors, small experts.
 
 The matrix has a short side of at most 64. Its Gram matrix and everything made of it stay on chip; the matrix itself is read
-twice to scale it and form ``R``, and once an owned region to apply ``Q``. One launch does a whole batch and allocates
-nothing.
+twice to scale it and form ``R``, and once between two restarts to apply ``Q``. One launch does a whole batch and allocates
+nothing, where the general way takes some twenty launches.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from hf_emopt.kernels.triton.elementwise_kernels import _exponent, _times_power_of_two
+from hf_emopt.kernels.triton.normalize import exponent_of, times_power_of_two
+from hf_emopt.kernels.triton.runtime import interpreting
 
-__all__ = ["small_gram_newton_schulz_kernel"]
+__all__ = ["small_gram_newton_schulz", "small_gram_newton_schulz_kernel"]
 
 
 @triton.jit
@@ -35,7 +41,7 @@ def _symmetric(value):
 def _load_scaled(ptr, i, j, row, col, M, N, exponent):
     inside = (i < M)[:, None] & (j < N)[None, :]
     x = tl.load(ptr + i[:, None].to(tl.int64) * row + j[None, :].to(tl.int64) * col, mask=inside, other=0.0)
-    return _times_power_of_two(x.to(tl.float32), 10 - exponent)
+    return times_power_of_two(x.to(tl.float32), 10 - exponent)
 
 
 @triton.jit
@@ -61,7 +67,7 @@ def small_gram_newton_schulz_kernel(
     out_ptr,
     coefficients_ptr,
     bounds_ptr,
-    owned_regions,
+    segments,
     M,
     N,
     x_batch,
@@ -87,7 +93,7 @@ def small_gram_newton_schulz_kernel(
         offsets = i[:, None].to(tl.int64) * x_row + j[None, :].to(tl.int64) * x_col
         x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
         peak = tl.maximum(peak, tl.max(tl.abs(x), axis=1))
-    exponent = _exponent(tl.max(peak, axis=0))
+    exponent = exponent_of(tl.max(peak, axis=0))
 
     gram = tl.zeros((SIDE, SIDE), dtype=tl.float32)
     squares = tl.zeros((SIDE,), dtype=tl.float32)
@@ -102,25 +108,66 @@ def small_gram_newton_schulz_kernel(
     inverse = tl.where(total == float("inf"), float("nan"), inverse)
 
     r = _symmetric(gram * (inverse * inverse * R_SCALE))
-    for owned_region in range(owned_regions):
+    for segment in range(segments):
         # From memory, both: Triton 3.6 keeps an integer that a loop carries at its first value.
-        begin = tl.load(bounds_ptr + owned_region)
-        end = tl.load(bounds_ptr + owned_region + 1)
-        last = owned_region == owned_regions - 1
+        begin = tl.load(bounds_ptr + segment)
+        end = tl.load(bounds_ptr + segment + 1)
+        last = segment == segments - 1
         q = _polynomial(r, coefficients_ptr, begin, end, R_SCALE, SIDE, UPCAST)
-        factor = tl.where(owned_region == 0, inverse, 1.0 / 1024.0) * tl.where(last, 1.0, 1024.0)
+        factor = tl.where(segment == 0, inverse, 1.0 / 1024.0) * tl.where(last, 1.0, 1024.0)
         gram = tl.zeros((SIDE, SIDE), dtype=tl.float32)
         for start in range(0, N, BLOCK):
             j = start + tl.arange(0, BLOCK)
             offsets = i[:, None].to(tl.int64) * out_row + j[None, :].to(tl.int64) * out_col
             inside = (i < M)[:, None] & (j < N)[None, :]
-            if owned_region == 0:
+            if segment == 0:
                 half = _load_scaled(x_ptr, i, j, x_row, x_col, M, N, exponent).to(tl.float16)
             else:
                 half = tl.load(out_ptr + offsets, mask=inside, other=0.0).to(tl.float16)
             y = (factor * _product(q, half, UPCAST)).to(tl.float16)
             tl.store(out_ptr + offsets, y.to(out_ptr.dtype.element_ty), mask=inside)
             gram += _product(y, tl.trans(y), UPCAST)
-        # What this program stored is what it loads in the next owned region.
+        # After the next restart the program loads what it has stored here.
         tl.debug_barrier()
         r = _symmetric(gram * (R_SCALE / 1048576.0))
+
+
+@functools.lru_cache(maxsize=256)
+def _on_device(coefficients: tuple[float, ...], bounds: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    return (
+        torch.tensor(coefficients, dtype=torch.float32).to(device),
+        torch.tensor(bounds, dtype=torch.int32).to(device),
+    )
+
+
+def small_gram_newton_schulz(
+    x: Tensor, coefficients: Sequence[float], restarts: Sequence[int], safety_factor: float, out: Tensor
+) -> Tensor:
+    """Orthogonalizes ``(B, m, n)`` with ``min(m, n) <= 64`` into float16 ``out``, one program a matrix.
+
+    Any strides; ``x`` in float32, bfloat16 or float16.
+    """
+    wide, result = (x.mT, out.mT) if x.shape[-2] > x.shape[-1] else (x, out)
+    batch, m, n = wide.shape
+    side = max(16, 1 << (m - 1).bit_length())
+    bounds = (0, *restarts, len(coefficients) // 3)
+    numbers, device_bounds = _on_device(tuple(coefficients), bounds, x.device)
+    small_gram_newton_schulz_kernel[(batch,)](
+        wide,
+        result,
+        numbers,
+        device_bounds,
+        len(bounds) - 1,
+        m,
+        n,
+        *wide.stride(),
+        *result.stride(),
+        safety_factor,
+        R_SCALE=4096.0,
+        SIDE=side,
+        BLOCK=16 if interpreting() else 64,
+        UPCAST=interpreting(),
+        num_warps=4,
+        num_stages=2,
+    )
+    return out
