@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_emopt.kernels import streams as background
-from hf_emopt.kernels.streams import Beside
+from hf_emopt.kernels.streams import SideStreams
 
 DEVICE = torch.device("cuda", 0)
 
@@ -46,14 +46,12 @@ def main(monkeypatch: pytest.MonkeyPatch) -> Stream:
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    monkeypatch.setattr(
-        background, "_stream_beside", lambda device, name, lane: lanes.setdefault((name, lane), Stream())
-    )
+    monkeypatch.setattr(background, "_side_stream", lambda device, name, lane: lanes.setdefault((name, lane), Stream()))
     return main
 
 
 def test_what_lands_is_kept_until_the_step_has_waited_for_it(main: Stream) -> None:
-    landing = Beside("landing")
+    landing = SideStreams("landing")
     landing.open(DEVICE)
     side = landing.stream(DEVICE)
     assert side.waits == [main]
@@ -78,7 +76,7 @@ def test_what_lands_is_kept_until_the_step_has_waited_for_it(main: Stream) -> No
 
 def test_a_lane_that_was_asked_for_is_waited_for_by_all_that_ask(main: Stream) -> None:
     """Also where somebody asked between a lane's opening and its use."""
-    beside = Beside("refresh", 2)
+    beside = SideStreams("refresh", 2)
     for lane in range(3):
         with beside.on(DEVICE, lane):
             beside.wait()

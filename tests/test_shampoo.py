@@ -8,7 +8,7 @@ from shampoo_reference import ReferenceShampoo
 from torch import Tensor, nn
 
 import hf_emopt
-from hf_emopt.rules.base import Clock
+from hf_emopt.rules.base import RefreshClock
 from hf_emopt.rules.shampoo import ShampooRule
 
 BASE = {
@@ -30,7 +30,7 @@ def run_rule(shape: tuple[int, ...], grads: list[Tensor], group: dict) -> list[T
     directions = []
     for t, g in enumerate(grads, start=1):
         x = torch.stack([g, g.flip(0)])
-        directions.append(rule.transform(x, state, group, None, Clock((t, t)))[0])
+        directions.append(rule.transform(x, state, group, None, RefreshClock((t, t)))[0])
     return directions
 
 

@@ -32,7 +32,7 @@ from hf_emopt.engine.cpu_params import Fetched, InPlace
 from hf_emopt.engine.elementwise import Gradients, Part
 from hf_emopt.formats.moments import is_moment
 from hf_emopt.formats.rounding_noise import moment_noise
-from hf_emopt.kernels.streams import Beside
+from hf_emopt.kernels.streams import SideStreams
 from hf_emopt.rules.base import Group, MatrixRule, state_dtype
 from hf_emopt.state.host_transfer import Channel, channel_to, home_of
 from hf_emopt.state.keys import is_shaped
@@ -81,7 +81,7 @@ class Engine:
         offloads: bool = False,
     ) -> None:
         self.rule, self.groups, self.state, self.grids = rule, groups, state, grids
-        rule.forget_batches()
+        rule.forget()
         # As planned: wrappers put other parameters into groups, and state is found under those it was made for.
         self.params = [list(group["params"]) for group in groups]
         self.transport_dtype = transport_dtype
@@ -103,7 +103,7 @@ class Engine:
         self._compute_groups: dict[tuple[int, ...], Any] = {}
         self.undisturbed = False
         """Whether, in this step, nobody reads state or weights before :meth:`end_tasks`."""
-        self._landing = Beside("landing")
+        self._landing = SideStreams("landing")
         self._slots: dict[Matrix, tuple[int, ...]] = {}
         self._slots_for: tuple[int, ...] = ()
         self._follow_periods()
@@ -366,7 +366,7 @@ class Engine:
         """Finishes what a rule computes in the background, so that ``state`` says all there is to say."""
         self.join()
         for key, storage in self.states.by_batch.items():
-            if self.rule.in_flight(key):
+            if self.rule.to_retry(key):
                 self.settle_batch(key, storage)
         if self.offload is not None:
             self.offload.settle()
@@ -379,7 +379,7 @@ class Engine:
         grid, group = self.grid_of_bucket(bucket), self.groups[bucket.group]
         owned_region = bucket.owned(grid.position)[self.batches(index, bucket)[b].jobs[0][0]]
         param = self.parameter(bucket, owned_region.parameter)
-        device, broken = compute_device(param), self.rule.to_mend(key)
+        device, broken = compute_device(param), self.rule.to_retry(key)
         rows = self.rows(sorted(broken), device) if broken else None
         with self.states.lender.lent(
             ("settled", key),
@@ -391,7 +391,7 @@ class Engine:
             noise=moment_noise(index, group, device, grid.shard, 1 + b),
             rows=rows,
         ) as lent:
-            self.rule.settle(key, lent[0])
+            self.rule.finish_pending(key, lent[0])
 
     @property
     def has_owned_state(self) -> bool:

@@ -192,8 +192,8 @@ def _update_batch(
         )
         factors.append(Factor(weight, message, state))
     shape = jobs[0].adapter.outputs, jobs[0].adapter.inputs
-    still, starting = factors
-    results = engine.rule.transform_pair(still, starting, scaling, shape, group, engine.ok_on(scaling.device))
+    nonzero_init, zero_init = factors
+    results = engine.rule.transform_pair(nonzero_init, zero_init, scaling, shape, group, engine.ok_on(scaling.device))
     engine.transform_count += sum(counts)
     for places, result, (state, own) in zip(sides, results, views):
         for part, k in zip(result.split(counts), places):

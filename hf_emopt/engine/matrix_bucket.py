@@ -88,7 +88,7 @@ def step_bucket(engine: Engine, index: int, bucket: Bucket, present: Sequence[in
         watch.bucket(engine, bucket, group, present, rounds, owned, apart, transform.scales)
         watch.matrices(bucket, transform, apart)
     engine.count_step(states, engine.ok_on(states[0]["step"].device))
-    warmup = engine.rule.warmup_rounds(group)
+    warmup = engine.rule.warmup_steps(group)
     moving = [k for k in range(len(present)) if rounds[k] > warmup]
     scales = transform.scales
     yield from conclude(engine, index, bucket, present, passes, owned, updates, scales, moving, place, homes, stacks)

@@ -16,7 +16,7 @@ from hf_emopt.engine.engine import Engine
 from hf_emopt.formats.rounding_noise import moment_noise
 from hf_emopt.kernels.multi_tensor import runs_work
 from hf_emopt.routing.matrix_view import MatrixView
-from hf_emopt.rules.base import Clock, Group, Shard
+from hf_emopt.rules.base import Group, RefreshClock, Shard
 
 if TYPE_CHECKING:
     from hf_emopt.engine.observer import StepObserver
@@ -175,7 +175,7 @@ class Transform:
             if x is None:
                 continue
             jobs = self.roster.jobs[b]
-            if self.group["state_dtype"] != "float32" and self.engine.rule.to_mend(key):
+            if self.group["state_dtype"] != "float32" and self.engine.rule.to_retry(key):
                 self.engine.settle_batch(key, storage)  # others' moments than this step's, and though it be skipped
             with self._lent(key, storage, x, whole) as lent:
                 out, scale = self._transformed(x, lent, b, key, whole)
@@ -218,7 +218,7 @@ class Transform:
         """:meth:`_transform` with the state of the matrices that take part, all of a batch or some rows of it."""
         storage = matrix_state = lent[0]
         if not whole:
-            self.engine.rule.settle(key, storage)
+            self.engine.rule.finish_pending(key, storage)
             rows = self._rows(self.batches[b])
             index = {name: self.engine.rows(rows, value.device) for name, value in storage.items()}
             matrix_state = {name: value[index[name]] for name, value in storage.items()}
@@ -265,12 +265,12 @@ class Transform:
             offset += size
         return rows
 
-    def _clock(self, batch: Batch, key: tuple[int, int] | None) -> Clock:
+    def _clock(self, batch: Batch, key: tuple[int, int] | None) -> RefreshClock:
         if not self.engine.rule.scheduled:
-            return Clock((1,) * batch.count)
+            return RefreshClock((1,) * batch.count)
         here = self.owned_at
         jobs = [(self.every[i], u, size) for (i, u), size in zip(batch.jobs, batch.sizes) if i in here]
-        return Clock(
+        return RefreshClock(
             tuple(self.rounds[s.parameter] for s, _, size in jobs for _ in range(size)),
             tuple(self.engine.slot(self.bucket, s, u, b) for s, u, size in jobs for b in range(size)),
             key,

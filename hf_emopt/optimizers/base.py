@@ -42,7 +42,8 @@ from hf_emopt.routing.lora import LoraMode
 from hf_emopt.routing.matrix_view import MatrixView
 from hf_emopt.routing.route import ParameterRoute, RouteTable, coverage_warning
 from hf_emopt.rules.base import Group, MatrixRule
-from hf_emopt.rules.validation import check_flags
+from hf_emopt.rules.options import check_flags
+from hf_emopt.rules.refresh import without_async_refresh
 from hf_emopt.state.forms import OffloadState, check_state_options, describe_memory
 
 __all__ = ["MatrixOptimizer"]
@@ -173,7 +174,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._modes.check_matched([route.name for route in table.matrices])
         message = coverage_warning(table) if table.matrices else None
         if message:
-            warnings.warn(message.replace("matrix_modules", self.matrix_option), stacklevel=3)
+            warnings.warn(message.replace("matrix_modules", self.matrix_option), stacklevel=4)
 
     # ------------------------------------------------------------------ groups
 
@@ -454,6 +455,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
+        state_dict = without_async_refresh(state_dict)
         with self._as_built():
             (loaded if self._flattened is None or not is_runs(state_dict) else loaded_runs)(self, state_dict)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():

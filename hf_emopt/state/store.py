@@ -174,7 +174,7 @@ class HeldStates:
         if key in self.by_batch:
             if self._are_views(key):
                 return self.by_batch[key]
-            self._rule.forget_batch(key)
+            self._rule.forget(key)
         owned = self._owned_in(bucket)
         runs: list[tuple[int, int, int]] = []  # parameter, matrix view, matrices: neighbours of one parameter are one
         for (i, place), size in zip(batch.jobs, batch.sizes):
