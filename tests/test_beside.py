@@ -8,7 +8,6 @@ import weakref
 import pytest
 import torch
 
-from hf_emopt.kernels import streams as background
 from hf_emopt.kernels.streams import SideStreams
 
 DEVICE = torch.device("cuda", 0)
@@ -42,11 +41,13 @@ class Event:
 def main(monkeypatch: pytest.MonkeyPatch) -> Stream:
     """The current stream."""
     main = Stream()
-    lanes: dict[tuple[str, int], Stream] = {}
+    streams: dict[tuple[str, int], Stream] = {}
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    monkeypatch.setattr(background, "_side_stream", lambda device, name, lane: lanes.setdefault((name, lane), Stream()))
+    monkeypatch.setattr(
+        background, "_side_stream", lambda device, name, index: streams.setdefault((name, index), Stream())
+    )
     return main
 
 
@@ -74,16 +75,16 @@ def test_what_lands_is_kept_until_the_step_has_waited_for_it(main: Stream) -> No
     assert not landing.is_open(DEVICE)
 
 
-def test_a_lane_that_was_asked_for_is_waited_for_by_all_that_ask(main: Stream) -> None:
-    """Also where somebody asked between a lane's opening and its use."""
-    beside = SideStreams("refresh", 2)
-    for lane in range(3):
-        with beside.on(DEVICE, lane):
-            beside.wait()
-    lanes = {beside.stream(DEVICE, lane) for lane in range(2)}
-    assert len(lanes) == 2
+def test_a_stream_that_was_asked_for_is_waited_for_by_all_that_ask(main: Stream) -> None:
+    """Also where somebody asked between a index's opening and its use."""
+    side = SideStreams("refresh", 2)
+    for index in range(3):
+        with side.on(DEVICE, index):
+            side.wait()
+    streams = {side.stream(DEVICE, index) for index in range(2)}
+    assert len(streams) == 2
     for _ in range(2):
         main.waits.clear()
-        beside.wait()
-        assert set(main.waits) == lanes
-    assert beside.__getstate__()["_open"] == set()
+        side.wait()
+        assert set(main.waits) == streams
+    assert side.__getstate__()["_open"] == set()

@@ -19,8 +19,8 @@ class SideStreams:
     """Streams for work that nothing else needs until :meth:`wait` or :meth:`join`.
 
     Small factorizations, and passes that wait for memory or for other ranks, leave most of a GPU free for the products of the
-    next matrices. Until :meth:`wait`, nobody may touch the tensors that the work reads and writes. The result is then the same
-    as on one stream.
+    next matrices. Until :meth:`wait`, nobody may touch the tensors that the work reads and writes. The result is then that of
+    one stream.
 
     Args:
         name: the kind of work. Streams of one name are shared by all optimizers of a process, because CUDA graphs are kept by

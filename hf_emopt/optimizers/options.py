@@ -112,13 +112,15 @@ def takes(arguments: Callable[P, A]) -> Callable[[Callable[[S, A], None]], Calla
     """
 
     def decorated(init: Callable[[S, A], None]) -> Callable[Concatenate[S, P], None]:
-        def __init__(self: S, *args: P.args, **kwargs: P.kwargs) -> None:
+        def __init__(self: S, /, *args: P.args, **kwargs: P.kwargs) -> None:
             init(self, arguments(*args, **kwargs))
 
         made: Any = __init__
         own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
         signature = inspect.signature(arguments)
-        made.__signature__ = signature.replace(parameters=[own, *signature.parameters.values()])
+        made.__signature__ = signature.replace(
+            parameters=[own, *signature.parameters.values()], return_annotation="None"
+        )
         made.__annotations__ = get_type_hints(arguments) | {"return": type(None)}
         made.__qualname__, made.__module__ = init.__qualname__, init.__module__
         getattr(arguments, "__init__").__qualname__ = init.__qualname__  # noqa: B009 - in messages of Python

@@ -104,7 +104,7 @@ class MatrixRule(ABC):
     """Whether the rule has :meth:`transform_pair`."""
 
     tensor_parallel_modes: ClassVar[tuple[str, ...]] = ("auto", "layerwise", "blockwise")
-    """Accepted values of ``tensor_parallel``. State of whole matrices has one owner, unless the rule says that it needs none."""
+    """Accepted values of ``tensor_parallel``. State of whole matrices has one owner, unless the rule needs none."""
 
     # ------------------------------------------------------------------ hyperparameters and state
 
@@ -280,8 +280,8 @@ class MatrixRule(ABC):
         return 0
 
     def join(self) -> None:  # noqa: B027 - most rules have nothing to do
-        """Makes the current stream wait for work of :meth:`transform` on other streams. The engine calls it before anybody else
-        reads or writes matrix state, and before the next step."""
+        """Makes the current stream wait for work of :meth:`transform` on other streams. The engine calls it before anybody
+        else reads or writes matrix state, and before the next step."""
 
     def to_retry(self, key: BatchKey) -> frozenset[int]:
         """The matrices of a batch whose refresh failed in the last step, and whose state :meth:`finish_pending` writes."""

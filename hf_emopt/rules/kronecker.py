@@ -1,8 +1,8 @@
 """The common part of Shampoo and SOAP: factors of the gradient's covariance, by block and by dimension.
 
 Let ``G`` be a block of the gradient and ``G_d`` the block unfolded so that dimension ``d`` counts rows. The factor of
-dimension ``d`` is a running mean (or sum) of ``G_d G_d^T``. Inverse roots (Shampoo) or eigenbases (SOAP) are computed from the
-factors once in ``precondition_frequency`` steps.
+dimension ``d`` is a running mean (or sum) of ``G_d G_d^T``. Inverse roots (Shampoo) or eigenbases (SOAP) are computed from
+the factors once in ``precondition_frequency`` steps.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Gate = Tensor | float
 def _check_refresh(group: Mapping[str, Any], key: str) -> None:
     if group[key] == "async":
         raise ValueError(
-            f"{key}='async' is no more: a thread saved no measured time and cost loss; use {key}='staggered', the default, "
+            f"{key}='async' was removed, since no step was measured to be faster with it; use {key}='staggered', the default, "
             "which spreads the refreshes over the steps of a period"
         )
     check_choice(group, key, get_args(Refresh))
@@ -182,11 +182,11 @@ class KroneckerRule(RefreshingRule):
 
     @staticmethod
     def in_half(x: Tensor, group: Group) -> bool:
-        """Whether products of ``x`` run in float16: with that precision, for float32 matrices and for already rounded ones."""
+        """Whether products of ``x`` run in float16: with that precision, for float32 and for already rounded matrices."""
         return group["matmul_precision"] == "fp16" and x.dtype in (torch.float32, torch.float16)
 
     def rows_of(self, block: BlockState, group: Group) -> tuple[Tensor, Tensor | None]:
-        """The block's gradients for its factors, and their scale: rounded to float16 once for all dimensions, or as they are."""
+        """The block's gradients for its factors, and their scale: rounded to float16 once for all dimensions, or as given."""
         return (
             scaled_half(block.grads)
             if self.in_half(block.grads, group) and block.grads.ndim == 3 and self.factored(block, group)
@@ -195,7 +195,8 @@ class KroneckerRule(RefreshingRule):
 
     @staticmethod
     def whitened_rows(block: BlockState, d: int, white: Tensor) -> Tensor:
-        """A block that is whitened on its other dimensions, unfolded for the factor of dimension ``d``, at the gradient's scale.
+        """A block that is whitened on its other dimensions, unfolded for the factor of dimension ``d``, at the scale of the
+        gradient.
 
         The mean eigenvalue of ``R R^T`` is the mean square of the gradient's elements. The KL fit leaves open how a scale is
         split among the factors. With this choice a gradient weighs as much as it is large. With the scale of the whitening it

@@ -43,7 +43,7 @@ class Options:
     @classmethod
     def check(cls, group: Mapping[str, Any]) -> None:
         """Raises ``ValueError`` for the first value of a group that is out of range."""
-        for key, check in _checks(cls):
+        for key, check in _checks(cls):  # type: ignore[arg-type] # a class is hashable
             check(group, key)
 
     @classmethod
@@ -61,7 +61,7 @@ def option(default: T, check: Check | None = None, keep: Callable[[Any], Any] | 
 
     Args:
         check: refuses values that are out of range, in the form that groups keep.
-        keep: makes that form of the value that a user gave; it leaves what it does not know as it is, for the check to refuse.
+        keep: makes that form from the user's value; it leaves an unknown value as it is, for the check to refuse.
     """
     given: dict[str, Any] = {"check": check, "keep": keep}
     return field(default=default, metadata={key: value for key, value in given.items() if value is not None})
@@ -103,7 +103,7 @@ def dtype_name(dtype: torch.dtype | str | None) -> str | None:
 
 
 def check_flags(options: Mapping[str, Any], *keys: str) -> None:
-    """Refuses values of these keys, or of all, other than ``True`` and ``False``: a text such as ``"no"`` would count as true."""
+    """Refuses values of these keys, or of all, other than ``True`` and ``False``: a text such as ``"no"`` would be true."""
     for key in keys or options:
         if not isinstance(options[key], bool):
             raise ValueError(f"{key}={options[key]!r} must be True or False")

@@ -397,7 +397,7 @@ class RefreshingRule(ScheduledRule):
 def without_async_refresh(state_dict: dict[str, Any]) -> dict[str, Any]:
     """An optimizer's ``state_dict`` without what ``refresh="async"`` of earlier versions left in it.
 
-    Such groups are refreshed as ``"staggered"``, with a warning, and results that were under way are dropped: the factors keep
+    Such groups are refreshed as ``"staggered"``, with a warning. Results that were under way are dropped: the factors keep
     their old result until they are due again.
     """
     if not any("async_delay" in group or group.get("refresh") == "async" for group in state_dict["param_groups"]):

@@ -39,6 +39,8 @@ from hf_emopt.rules.refresh import Refreshed, Snapshot
 
 __all__ = ["SoapOptions", "SoapRule"]
 
+BasisMethod = RefreshMethod
+
 
 @dataclass(eq=False)
 class SoapOptions(KroneckerOptions):
@@ -52,7 +54,7 @@ class SoapOptions(KroneckerOptions):
     max_preconditioner_dim: int = option(10000, partial(check_whole, low=1))
     _: KW_ONLY
     shampoo_beta: float | None = option(None, partial(check_number, high=1.0, or_none="for the second of the betas"))
-    basis_method: RefreshMethod = "orthogonal_iteration"
+    basis_method: BasisMethod = "orthogonal_iteration"
     oversize: Oversize = "one_sided"
     kl: bool = False
     max_update_rms: float | None = option(1.0, partial(check_number, above=True, or_none="for no cap"))
@@ -137,7 +139,7 @@ class SoapRule(KroneckerRule):
     def _adam(
         self, block: BlockState, group: Group, gate: Gate, rows: tuple[Tensor, Tensor | None]
     ) -> tuple[Tensor, Tensor | None]:
-        """The update of each block, in the parameter's coordinates, and a factor that it must still be multiplied by, or ``None``.
+        """The update of each block in the parameter's coordinates, and a factor that it must still be multiplied by, if any.
 
         Args:
             rows: the result of :meth:`rows_of`.

@@ -172,9 +172,11 @@ def test_refreshes_beside_the_step_give_the_same_weights(
     entered, on = [], SideStreams.on
 
     @contextmanager
-    def counted(self: SideStreams, device: torch.device, lane: int = 0, reads: Sequence[Tensor] = ()) -> Iterator[None]:
-        with on(self, device, lane, reads):
-            entered.append(lane % self.lanes)
+    def counted(
+        self: SideStreams, device: torch.device, index: int = 0, reads: Sequence[Tensor] = ()
+    ) -> Iterator[None]:
+        with on(self, device, index, reads):
+            entered.append(index % self.count)
             yield
 
     monkeypatch.setattr(SideStreams, "on", counted)
