@@ -3,8 +3,8 @@
     python benchmarks/refresh_cost.py --hidden 256 --out runs/refresh_cpu.json
     python benchmarks/refresh_cost.py --hidden 2048 --device cuda --precision tf32 --out runs/refresh_gpu.json
 
-Gradients are random and of full rank; forward and backward are not run. The first two periods are left out: in the first each block gets its basis or root from a full decomposition, and
-kernels are loaded.
+Gradients are random and of full rank; forward and backward are not run. The first two periods are left out: in the first
+each block gets its basis or root from a full decomposition, and kernels are loaded.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 
+from hf_emopt.kernels import streams as side_streams
 from hf_emopt.kernels.streams import SideStreams
 
 DEVICE = torch.device("cuda", 0)
@@ -46,7 +47,7 @@ def main(monkeypatch: pytest.MonkeyPatch) -> Stream:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(
-        background, "_side_stream", lambda device, name, index: streams.setdefault((name, index), Stream())
+        side_streams, "_side_stream", lambda device, name, index: streams.setdefault((name, index), Stream())
     )
     return main
 
@@ -76,7 +77,7 @@ def test_what_lands_is_kept_until_the_step_has_waited_for_it(main: Stream) -> No
 
 
 def test_a_stream_that_was_asked_for_is_waited_for_by_all_that_ask(main: Stream) -> None:
-    """Also where somebody asked between a index's opening and its use."""
+    """Also where somebody asked between a stream's opening and its use."""
     side = SideStreams("refresh", 2)
     for index in range(3):
         with side.on(DEVICE, index):

@@ -46,8 +46,8 @@ class Shampoo(MatrixOptimizer):
         betas: decay of the filtered gradient and of the factors; 1.0 for the second sums instead (AdaGrad).
         epsilon: added to a factor's eigenvalues, which are shifted up first where one lies below it.
         weight_decay: see ``weight_decay_type``; none on norms and biases when a model is passed.
-        max_preconditioner_dim: blocks have sides of at most this (``oversize="block"``), or longer sides are not
-            preconditioned (``oversize="one_sided"``).
+        max_preconditioner_dim: longest dimension that has a factor.
+        oversize: longer dimensions are cut into blocks of it (``"block"``) or not preconditioned (``"one_sided"``).
         precondition_frequency: steps in which every inverse root is refreshed once.
         start_preconditioning_step: first step with roots, before which the grafted direction alone is used; ``None`` is
             ``precondition_frequency``.

@@ -29,8 +29,8 @@ class SOAP(MatrixOptimizer):
         eps: added to the root of the second moment.
         weight_decay: decoupled; none on norms and biases when a model is passed.
         precondition_frequency: steps in which every basis is refreshed once.
-        max_preconditioner_dim: sides of a matrix longer than this are not preconditioned (``oversize="one_sided"``) or
-            cut into blocks of it (``oversize="block"``).
+        max_preconditioner_dim: longest dimension that has a factor.
+        oversize: longer dimensions are not preconditioned (``"one_sided"``) or cut into blocks of it (``"block"``).
         shampoo_beta: decay of the factors; ``None`` is ``betas[1]``.
         refresh: ``"staggered"`` (default) spreads the blocks over the period by cost, so that no step is long;
             ``"synchronous"`` refreshes all on the same step, the textbook schedule.

@@ -39,8 +39,8 @@ Gate = Tensor | float
 def _check_refresh(group: Mapping[str, Any], key: str) -> None:
     if group[key] == "async":
         raise ValueError(
-            f"{key}='async' was removed, since no step was measured to be faster with it; use {key}='staggered', the default, "
-            "which spreads the refreshes over the steps of a period"
+            f"{key}='async' was removed, since no step was measured to be faster with it; use {key}='staggered', the "
+            "default, which spreads the refreshes over the steps of a period"
         )
     check_choice(group, key, get_args(Refresh))
 

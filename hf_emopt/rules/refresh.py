@@ -173,16 +173,16 @@ class RefreshingRule(ScheduledRule):
         first, again = self.due(blocks, group, clock)
         pending, again = self._first_pending_among(again, blocks, group, clock.key)
         if first or pending:
-            self._refresh_now([*first, *pending], group, True, ok)
+            self.refresh_now([*first, *pending], group, True, ok)
             if clock.key is None:  # the blocks are some of a batch, and the host does not know which
                 self._first_pending.clear()
             else:  # the refresh has waited for the device already
                 self._first_pending[clock.key] = self._read_first_pending(blocks, group)
         if again:
             with where or nullcontext():
-                self._refresh_now(again, group, False, ok, clock.key)
+                self.refresh_now(again, group, False, ok, clock.key)
 
-    def _refresh_now(
+    def refresh_now(
         self,
         dims: Sequence[FactorDim],
         group: Group,
@@ -348,7 +348,7 @@ class RefreshingRule(ScheduledRule):
         if failed:
             self._streams.wait()  # libraries keep some memory for all streams
             with matmul_precision(pending.options["matmul_precision"]):
-                self._refresh_now(failed, pending.options, False, None)
+                self.refresh_now(failed, pending.options, False, None)
 
     def forget(self, key: BatchKey | None = None) -> None:
         for known in (self._first_pending, self._pending):
