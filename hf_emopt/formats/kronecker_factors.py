@@ -81,8 +81,8 @@ def store_factor(
 
     Args:
         generator: noise of the rounding to 16 and 8 bits; replicas must seed it alike.
-        ok: scalar bool on the device. ``False`` leaves rounded entries as they are, to the bit. It is for a ``factor`` that is
-            still the result of :func:`load_factor`: dividing by the scales does not always undo multiplying by them.
+        ok: scalar bool on the device. ``False`` leaves rounded entries as they are, to the bit. It is for a ``factor`` that
+            is still the result of :func:`load_factor`: dividing by the scales does not always undo multiplying by them.
     """
     value, d = state[key], factor.shape[-1]
     if storage == "float32":
