@@ -3,9 +3,8 @@
     python benchmarks/refresh_cost.py --hidden 256 --out runs/refresh_cpu.json
     python benchmarks/refresh_cost.py --hidden 2048 --device cuda --precision tf32 --out runs/refresh_gpu.json
 
-Gradients are random and of full rank; forward and backward are not run, so `async` has only the other steps to hide
-behind. The first two periods are left out: in the first each block gets its basis or root from a full decomposition, and
-kernels are loaded.
+Gradients are random and of full rank; forward and backward are not run. The first two periods are left out: in the first
+each block gets its basis or root from a full decomposition, and kernels are loaded.
 """
 
 from __future__ import annotations
@@ -50,10 +49,9 @@ def measure(args: argparse.Namespace, name: str, refresh: str | None) -> dict[st
         optimizer = cls(model, lr=1e-4)
     else:
         cls = OPTIMIZERS[name]
-        precision = "highest" if refresh == "async" else args.precision
         extra = {"oversize": "block"} if name == "soap" else {}
         optimizer = cls(
-            model, lr=1e-4, refresh=refresh, precondition_frequency=args.frequency, matmul_precision=precision,
+            model, lr=1e-4, refresh=refresh, precondition_frequency=args.frequency, matmul_precision=args.precision,
             max_preconditioner_dim=args.block, **extra,
         )  # fmt: skip
     generator = torch.Generator(args.device).manual_seed(0)
@@ -90,7 +88,7 @@ def main() -> None:
         help="of this process, all threads, where others share the processor",
     )  # fmt: skip
     parser.add_argument("--optim", nargs="+", default=["soap", "shampoo", "kl_shampoo"])
-    parser.add_argument("--refresh", nargs="+", default=["synchronous", "staggered", "async"])
+    parser.add_argument("--refresh", nargs="+", default=["synchronous", "staggered"])
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     rows = [measure(args, "adamw", None), measure(args, "muon", None)]

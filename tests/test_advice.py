@@ -69,9 +69,7 @@ def test_what_is_offered() -> None:
         assert sizes == ["HF_EMOPT_MAX_BUCKET_NUMEL=33554432", "HF_EMOPT_MAX_BUCKET_NUMEL=134217728"]
     narrow = Settings(layout="single", options={"state_dtype": "bfloat16"})
     assert names("muon", narrow, 1)[0] == "HF_EMOPT_MAX_BUCKET_NUMEL=33554432"
-    assert names("soap", Settings(layout="fsdp2"))[-2:] == [
-        "refresh=synchronous", "refresh=async, matmul_precision=highest",
-    ]  # fmt: skip
+    assert names("soap", Settings(layout="fsdp2"))[-2:] == ["layout ddp", "refresh=synchronous"]
     assert names("adamw", Settings(layout="ddp")) == []
 
 

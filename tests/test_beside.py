@@ -8,8 +8,8 @@ import weakref
 import pytest
 import torch
 
-from hf_emopt.kernels import streams as background
-from hf_emopt.kernels.streams import Beside
+from hf_emopt.kernels import streams as side_streams
+from hf_emopt.kernels.streams import SideStreams
 
 DEVICE = torch.device("cuda", 0)
 
@@ -42,18 +42,18 @@ class Event:
 def main(monkeypatch: pytest.MonkeyPatch) -> Stream:
     """The current stream."""
     main = Stream()
-    lanes: dict[tuple[str, int], Stream] = {}
+    streams: dict[tuple[str, int], Stream] = {}
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(
-        background, "_stream_beside", lambda device, name, lane: lanes.setdefault((name, lane), Stream())
+        side_streams, "_side_stream", lambda device, name, index: streams.setdefault((name, index), Stream())
     )
     return main
 
 
 def test_what_lands_is_kept_until_the_step_has_waited_for_it(main: Stream) -> None:
-    landing = Beside("landing")
+    landing = SideStreams("landing")
     landing.open(DEVICE)
     side = landing.stream(DEVICE)
     assert side.waits == [main]
@@ -76,16 +76,16 @@ def test_what_lands_is_kept_until_the_step_has_waited_for_it(main: Stream) -> No
     assert not landing.is_open(DEVICE)
 
 
-def test_a_lane_that_was_asked_for_is_waited_for_by_all_that_ask(main: Stream) -> None:
-    """Also where somebody asked between a lane's opening and its use."""
-    beside = Beside("refresh", 2)
-    for lane in range(3):
-        with beside.on(DEVICE, lane):
-            beside.wait()
-    lanes = {beside.stream(DEVICE, lane) for lane in range(2)}
-    assert len(lanes) == 2
+def test_a_stream_that_was_asked_for_is_waited_for_by_all_that_ask(main: Stream) -> None:
+    """Also where somebody asked between a stream's opening and its use."""
+    side = SideStreams("refresh", 2)
+    for index in range(3):
+        with side.on(DEVICE, index):
+            side.wait()
+    streams = {side.stream(DEVICE, index) for index in range(2)}
+    assert len(streams) == 2
     for _ in range(2):
         main.waits.clear()
-        beside.wait()
-        assert set(main.waits) == lanes
-    assert beside.__getstate__()["_open"] == set()
+        side.wait()
+        assert set(main.waits) == streams
+    assert side.__getstate__()["_open"] == set()

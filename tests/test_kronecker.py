@@ -18,7 +18,7 @@ from hf_emopt.linalg.matmul_precision import scaled_half
 from hf_emopt.tools.estimate import estimate
 
 RULES = (hf_emopt.SOAP, hf_emopt.Shampoo, hf_emopt.KLShampoo)
-POLICIES = ("staggered", "synchronous", "async")
+POLICIES = ("staggered", "synchronous")
 SHAPES = ((12, 8), (8, 12), (12, 8), (10, 6), (9,))
 
 
@@ -210,7 +210,7 @@ def test_a_failing_refresh_keeps_the_previous_one_and_is_counted(cls, monkeypatc
     kept = {k: v.clone() for p in params[:4] for k, v in optimizer.state[p].items() if k.startswith(("root", "basis"))}
     healthy = optimizer.rule.compute
 
-    def broken(snapshot, group, first, unread=False):
+    def broken(snapshot, group, first, deferred=False):
         new = healthy(snapshot, group, first)
         return type(new)(new.tensors, torch.ones_like(new.failed))
 
@@ -261,8 +261,8 @@ class Counting:
         self.cubes: list[int] = []
         original = optimizer.rule.snapshot
 
-        def snapshot(side, group):  # taken by the training's thread whatever thread computes
-            taken = original(side, group)
+        def snapshot(factor_dim, group):
+            taken = original(factor_dim, group)
             self.counts[-1] += len(taken["factor"])
             self.cubes[-1] += len(taken["factor"]) * taken["factor"].shape[-1] ** 3
             return taken
@@ -283,7 +283,6 @@ def test_each_side_is_refreshed_once_a_period(cls, policy: str) -> None:
     for step in range(17):
         counting.step()
         run(params, optimizer, range(step, step + 1))
-    optimizer.state_dict()  # waits for what runs in the background
     sides = sides_of(params, optimizer)
     assert counting.counts[0] == sides  # the first time all of them
     for period in range(4):
@@ -319,11 +318,10 @@ def test_absent_gradients_do_not_disturb_others(cls, policy: str) -> None:
 
 
 @pytest.mark.parametrize("cls", RULES)
-def test_asynchronous_results_come_exactly_when_stated(cls) -> None:
-    """Between the launch and its round the preconditioner is the old one; afterwards it is what was computed."""
+def test_results_change_on_their_refresh_step_alone(cls) -> None:
     extra = {} if cls is hf_emopt.SOAP else {"start_preconditioning_step": 1}
     p = nn.Parameter(torch.zeros(6, 6))
-    optimizer = cls([p], refresh="async", precondition_frequency=6, async_delay=4, **extra)
+    optimizer = cls([p], precondition_frequency=6, **extra)
     name = "basis" if cls is hf_emopt.SOAP else "root"
     changes: list[list[int]] = [[], []]
     generator = torch.Generator().manual_seed(0)
@@ -336,23 +334,54 @@ def test_asynchronous_results_come_exactly_when_stated(cls) -> None:
             if not torch.equal(old, current[d]):
                 changes[d].append(step)
         previous = current
-    # The first refresh is there at once; each later one is begun in its slot and used four steps on.
-    for d, slot in enumerate(optimizer.context.schedule.steps["param.0", 0, 0]):
-        assert changes[d] == [t + 4 for t in range(1, 10) if t % 6 == slot]
+    # The first refresh is on the first step; later ones on the step of the period that each factor has.
+    for d, due in enumerate(optimizer.context.schedule.steps["param.0", 0, 0]):
+        assert changes[d] == [t for t in range(1, 14) if t % 6 == due]
+
+
+# ---------------------------------------------------------------------- refresh="async" of earlier versions
 
 
 @pytest.mark.parametrize("cls", RULES)
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"async_delay": 4}, "async_delay=4"),
-        ({"refresh": "async", "precondition_frequency": 1}, "at least 2"),
-        ({"refresh": "async", "matmul_precision": "tf32"}, "flags"),
-    ],
-)
-def test_impossible_schedules_are_refused(cls, options: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make(cls, **options)
+def test_asynchronous_refresh_is_refused_with_its_replacement(cls) -> None:
+    with pytest.raises(ValueError, match=r"refresh='async' was removed.*refresh='staggered'"):
+        make(cls, refresh="async")
+
+
+@pytest.mark.parametrize("cls", RULES)
+def test_state_that_was_saved_with_asynchronous_refresh_goes_on_staggered(cls) -> None:
+    params, optimizer = make(cls)
+    run(params, optimizer, range(5))
+    weights, saved = values(params), copy.deepcopy(optimizer.state_dict())
+    # As an earlier version saved it: a counter, two flags and room for the next results of each factor.
+    old = copy.deepcopy(saved)
+    old["param_groups"][0] |= {"refresh": "async", "async_delay": 2}
+    added = 0
+    for entry in old["state"].values():
+        for key in [key for key in entry if key.startswith("failures.")]:
+            rest, shape = key.removeprefix("failures."), entry[key].shape
+            entry[f"pending.{rest}"] = torch.ones(shape, dtype=torch.int64)
+            entry |= {f"next_{flag}.{rest}": torch.zeros(shape, dtype=torch.bool) for flag in ("failed", "skipped")}
+            for name in [n for n in ("root", "basis", "eigenvalues") if f"{n}.{rest}" in entry]:
+                entry[f"next_{name}.{rest}"] = torch.full_like(entry[f"{name}.{rest}"], math.nan)
+                added += 1
+    assert added
+    found = []
+    for state in (saved, old):
+        others, resumed = make(cls)
+        for p, w in zip(others, weights):
+            p.data.copy_(w)
+        if state is old:
+            with pytest.warns(UserWarning, match="goes on with refresh='staggered'"):
+                resumed.load_state_dict(state)
+        else:
+            resumed.load_state_dict(state)
+        assert resumed.param_groups[0]["refresh"] == "staggered"
+        assert "async_delay" not in resumed.param_groups[0]
+        assert not any(key.startswith(("pending", "next_")) for p in others for key in resumed.state[p])
+        run(others, resumed, range(5, 11))
+        found.append(values(others))
+    assert_equal(*found)
 
 
 # ---------------------------------------------------------------------- precision
@@ -467,9 +496,9 @@ def test_a_first_refresh_without_a_gradient_is_made_up_for(
     torch.save({"weights": values(params), "optimizer": optimizer.state_dict()}, file)
     firsts = []
 
-    def compute(snapshot, group, first, unread=False):
+    def compute(snapshot, group, first, deferred=False):
         firsts.extend([first] * len(snapshot.tensors["factor"]))
-        return real(snapshot, group, first, unread)
+        return real(snapshot, group, first, deferred)
 
     real = optimizer.rule.compute
     with monkeypatch.context() as patch:
@@ -583,9 +612,7 @@ def test_a_bad_step_changes_no_state(cls, policy: str) -> None:
     params[0].grad[0, 0] = math.inf
     optimizer.step()
     assert_equal(weights, values(params))
-    clock = ("rounds", "pending", "next_", "failures")  # these tell the time, and what is under way
-    if policy == "async":  # a result that was begun before the bad step may be put to use in it
-        clock += ("root", "basis", "exp_avg", "eigenvalues")
+    clock = ("rounds", "failures")  # these tell the time
     for index, entry in optimizer.state_dict()["state"].items():
         for key, value in entry.items():
             if not key.startswith(clock):
@@ -696,7 +723,7 @@ def test_float16_correlations_are_rounded_to_their_neighbours() -> None:
 
 @pytest.mark.parametrize("cls", RULES)
 @pytest.mark.parametrize("storage", FACTOR_STORAGE)
-@pytest.mark.parametrize("policy", ["staggered", "async"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_planned_bytes_are_those_of_a_real_step(cls, storage: str, policy: str) -> None:
     params, optimizer = make(cls, factor_storage=storage, refresh=policy)
     planned = estimate(optimizer)

@@ -8,14 +8,14 @@ from shampoo_reference import ReferenceShampoo
 from torch import Tensor, nn
 
 import hf_emopt
-from hf_emopt.rules.base import Clock
+from hf_emopt.rules.base import RefreshClock
 from hf_emopt.rules.shampoo import ShampooRule
 
 BASE = {
     "betas": (0.9, 0.99), "epsilon": 1e-6, "max_preconditioner_dim": 4, "precondition_frequency": 3,
     "start_preconditioning_step": 2, "grafting": "adam", "grafting_beta2": 0.99, "grafting_epsilon": 1e-8,
     "bias_correction": True, "exponent_override": None, "momentum": 0.0, "nesterov": False, "refresh": "synchronous",
-    "async_delay": None, "root_solver": "eigh", "relative_epsilon": None,
+    "root_solver": "eigh", "relative_epsilon": None,
     "root_dtype": "float32", "oversize": "block", "kl": False,
     "matmul_precision": "highest", "factor_storage": "float32", "tolerated_failures": 3, "weight_decay": 0.0,
     "weight_decay_type": "decoupled",
@@ -30,7 +30,7 @@ def run_rule(shape: tuple[int, ...], grads: list[Tensor], group: dict) -> list[T
     directions = []
     for t, g in enumerate(grads, start=1):
         x = torch.stack([g, g.flip(0)])
-        directions.append(rule.transform(x, state, group, None, Clock((t, t)))[0])
+        directions.append(rule.transform(x, state, group, None, RefreshClock((t, t)))[0])
     return directions
 
 

@@ -138,8 +138,8 @@ def test_moments_are_carried_through_a_turn() -> None:
 
     before, mass = original("exp_avg").clone(), block.tensor("exp_avg_sq").sum().clone()
     old = block.tensor("basis", 0).clone()
-    sides = [rule.side(block, d, [0], order=2) for d in range(2)]
-    rule.refresh_now(sides, group, first=False, ok=None)
+    factor_dims = [rule.factor_dim(block, d, [0], order=2) for d in range(2)]
+    rule.refresh_now(factor_dims, group, first=False, ok=None)
     assert (block.tensor("basis", 0) - old).norm() > 0.1
     torch.testing.assert_close(original("exp_avg"), before, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(block.tensor("exp_avg_sq").sum(), mass, rtol=1e-10, atol=0)

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from hf_emopt.linalg import newton_schulz_flops
 from hf_emopt.optimizers import SOAP, Muon, NorMuon
-from hf_emopt.rules.base import Clock, Group, Shard
+from hf_emopt.rules.base import Group, RefreshClock, Shard
 from hf_emopt.rules.muon import ADJUST_LR_FNS, MuonRule, NorMuonRule
 from hf_emopt.rules.soap import SoapRule
 
 RULES = {"muon": (MuonRule, Muon), "normuon": (NorMuonRule, NorMuon)}
-CLOCK = Clock((1, 1))
+CLOCK = RefreshClock((1, 1))
 
 
 def group_of(name: str, **options: Any) -> Group:

@@ -219,7 +219,7 @@ def loaded_state(
             if entry:
                 # What the host reads at every step stays on the host, and what is offloaded goes no further.
                 on_host = {key for key in entry if key != "step" and offloads}
-                on_host |= {key for key in entry if key.startswith(("rounds", "pending"))}
+                on_host |= {key for key in entry if key == "rounds"}
                 state[param] = {
                     key: value.detach().to("cpu" if key in on_host else param.device, copy=True)
                     for key, value in entry.items()

@@ -17,7 +17,7 @@ from hf_emopt.engine.context import StepContext
 from hf_emopt.formats.master_weights import needs_master
 from hf_emopt.kernels.multi_tensor import Runs, contiguous_run, runs_work
 from hf_emopt.routing.matrix_view import MatrixView
-from hf_emopt.rules.base import Clock, Shard
+from hf_emopt.rules.base import RefreshClock, Shard
 
 __all__ = ["BucketMembers"]
 
@@ -175,9 +175,9 @@ class BucketMembers:
         return self._rows[key]
 
     @cached_property
-    def first_clocks(self) -> list[Clock]:
+    def first_clocks(self) -> list[RefreshClock]:
         """Clocks of the batches for a rule without a schedule, which reads nothing in them."""
-        return [Clock((1,) * batch.count) for batch in self.batches]
+        return [RefreshClock((1,) * batch.count) for batch in self.batches]
 
     def _shard(self, batch: Batch) -> Shard | None:
         cut = batch.slicing

@@ -27,7 +27,7 @@ from hf_emopt.formats.moments import is_moment, is_scale
 from hf_emopt.formats.rounding_noise import moment_noise, weight_noise
 from hf_emopt.kernels.multi_tensor import Runs, fits
 from hf_emopt.rules.adamw import apply_updates, decay_factor
-from hf_emopt.rules.base import Clock
+from hf_emopt.rules.base import RefreshClock
 from hf_emopt.state.forms import is_weight_state
 from hf_emopt.state.keys import is_shaped
 from hf_emopt.state.store import SwapIn
@@ -196,7 +196,7 @@ class BucketStep:
             storage = context.store.of_batch(key, members.bucket, batch, group)
             if x is None:
                 continue
-            if group["state_dtype"] != "float32" and self.rule.to_mend(key):
+            if group["state_dtype"] != "float32" and self.rule.to_retry(key):
                 context.finish_batch(
                     key, storage
                 )  # which writes to other moments than this step, and in a skipped one too
@@ -226,7 +226,7 @@ class BucketStep:
         with nullcontext((storage,)) if self._matrix_direct else self._swapped_in_batch(b, x, storage) as (state,):
             matrix_state, rows = state, {}
             if not members.complete:
-                self.rule.settle(key, state)
+                self.rule.finish_pending(key, state)
                 rows = {name: members.rows(b, value.device) for name, value in state.items()}
                 matrix_state = {name: value[rows[name]] for name, value in state.items()}
             out, scale = self._call_rule(b, x, matrix_state)
@@ -273,13 +273,13 @@ class BucketStep:
         taken = {t.untyped_storage().data_ptr() for t in (x, *matrix_state.values())}
         return (out.clone() if out.untyped_storage().data_ptr() in taken else out), scale
 
-    def _clock(self, b: int) -> Clock:
+    def _clock(self, b: int) -> RefreshClock:
         """What time it is for each matrix of a batch that takes part."""
         members, schedule = self.members, self.context.schedule
         batch = members.batches[b]
         jobs = [(members.every[i], u, size) for (i, u), size in zip(batch.jobs, batch.sizes) if i in members.owned_at]
         key = (members.index, b) if members.complete else None
-        return Clock(
+        return RefreshClock(
             tuple(self.param_steps[members.row[s.parameter]] for s, _, size in jobs for _ in range(size)),
             tuple(schedule.of(members.bucket, s, u, k) for s, u, size in jobs for k in range(size)),
             key,
@@ -340,7 +340,7 @@ class BucketStep:
     def apply(self, updates: list[Tensor]) -> Task:
         """Returns the updates to where the weights are, and steps the weights."""
         members, exchange, slices = self.members, self.exchange, self.slices
-        warmup = self.rule.warmup_rounds(self.group) if self.rule.scheduled else 0  # steps in which no weight moves
+        warmup = self.rule.warmup_steps(self.group) if self.rule.scheduled else 0  # steps in which no weight moves
         moving = [k for k, now in enumerate(self.param_steps) if now > warmup]
         if exchange is None:
             table = members.local_table([s.weight.shape for s in slices]) if members.kernels and slices else None

@@ -20,7 +20,7 @@ from hf_emopt.distributed.refresh_steps import Matrix, matrix_of, plan_refresh_s
 from hf_emopt.engine.stopwatch import Stopwatch
 from hf_emopt.formats.moments import is_moment
 from hf_emopt.formats.rounding_noise import moment_noise
-from hf_emopt.kernels.streams import Beside
+from hf_emopt.kernels.streams import SideStreams
 from hf_emopt.rules.base import Group, MatrixRule, state_dtype
 from hf_emopt.state.host_transfer import Channel, channel_to
 from hf_emopt.state.store import StateStore, SwapIn
@@ -81,7 +81,7 @@ class ApplyStream:
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self._devices = tuple(devices)
-        self._streams = Beside("landing")
+        self._streams = SideStreams("landing")
 
     def open(self) -> None:
         """At the beginning of a step in which nobody reads weights before the end."""
@@ -188,7 +188,7 @@ class StepContext:
         """Finishes what the rule does behind a step, so that the state is what the last step left. No collective."""
         self.rule.join()
         for key, storage in self.store.by_batch.items():
-            if self.rule.in_flight(key):
+            if self.rule.to_retry(key):
                 self.finish_batch(key, storage)
         if self.store.offload is not None:
             self.store.offload.settle()
@@ -204,7 +204,7 @@ class StepContext:
         grid, group = self.ranks.grid(bucket), self.groups[bucket.group]
         owned_region = bucket.owned(grid.position)[self.batches(index, bucket)[b].jobs[0][0]]
         param = self.parameter(bucket, owned_region.parameter)
-        device, broken = compute_device(param), self.rule.to_mend(key)
+        device, broken = compute_device(param), self.rule.to_retry(key)
         request = SwapIn(
             ("settled", key),
             device,
@@ -214,7 +214,7 @@ class StepContext:
             rows=torch.tensor(sorted(broken), device=device) if broken else None,
         )
         with self.store.swapped_in([storage], group, request) as (state,):
-            self.rule.settle(key, state)
+            self.rule.finish_pending(key, state)
 
     @property
     def has_owned_state(self) -> bool:

@@ -176,7 +176,7 @@ class StepMetrics:
                 ]
                 ages = [rule.refresh_age(now, s, group) for s in steps]
                 age = max((a for a in ages if a is not None), default=None)
-            gain, moves = _gain(rule, parameter, group), now > rule.warmup_rounds(group)
+            gain, moves = _gain(rule, parameter, group), now > rule.warmup_steps(group)
             self._known[parameter.name] = _Host(
                 rule.name, group, parameter.numel, gain, moves, rule.has_momentum(group), age
             )

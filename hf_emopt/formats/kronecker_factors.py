@@ -1,4 +1,4 @@
-"""How a symmetric factor is kept between steps: in full, as one triangle, in 16 bits, or in 8.
+"""The stored form of a symmetric factor: in full, as one triangle, in 16 bits, or in 8.
 
 A factor ``A = E[G G^T]`` is symmetric and positive, so its lower triangle says everything, and
 ``|a_ij| <= sqrt(a_ii a_jj)``. The 8-bit form keeps the diagonal in float32 and the correlations
@@ -77,12 +77,12 @@ def store_factor(
     generator: torch.Generator | None = None,
     ok: Tensor | None = None,
 ) -> None:
-    """Keeps ``factor`` ``(*lead, d, d)``, the inverse of :func:`load_factor`, in place.
+    """Stores ``factor`` ``(*lead, d, d)`` in place; the inverse of :func:`load_factor`.
 
     Args:
         generator: noise of the rounding to 16 and 8 bits; replicas must seed it alike.
-        ok: scalar bool on the device: ``False`` leaves what is rounded as it is, to the bit, and is said where ``factor`` is
-            what :func:`load_factor` gave. (The product with the scales and the quotient by them need not be.)
+        ok: scalar bool on the device. ``False`` leaves rounded entries as they are, to the bit. It is for a ``factor`` that
+            is still the result of :func:`load_factor`: dividing by the scales does not always undo multiplying by them.
     """
     value, d = state[key], factor.shape[-1]
     if storage == "float32":
@@ -102,14 +102,14 @@ def store_factor(
 
 
 def _rounded(correlation: Tensor, storage: str, generator: torch.Generator | None) -> Tensor:
-    """Up or down, with the probability that makes the expectation exact; in the dtype that is kept."""
+    """Correlations rounded up or down, with the probability that makes the expectation exact, in the stored dtype."""
     if generator is None:
         raise ValueError("rounding stochastically needs a generator of its own")
     if storage == "bfloat16":
         return round_stochastically(correlation.float(), torch.bfloat16, generator)
     noise = torch.rand(correlation.shape, generator=generator, device=correlation.device)
     if storage == "int8":
-        # Just below 1, the sum may round up to a level that there is not, which would wrap around.
+        # Just below 1, the sum may round up to a level that does not exist, and would wrap around.
         return (correlation * _LEVELS + noise).floor_().clamp_(-_LEVELS, _LEVELS).to(torch.int8)
     # Spacings of float16: 2**-10 of the power of two below a number, and 2**-24 below 2**-14.
     spacing = torch.exp2(torch.frexp(correlation).exponent.clamp_min(-13) - 11.0)

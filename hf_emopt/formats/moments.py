@@ -1,7 +1,7 @@
-"""First and second moments in fewer bits than they are computed in.
+"""First and second moments, stored in fewer bits than they are computed in.
 
 =============  ==================  =================================================================================
-state_dtype    bytes an element    what is kept
+state_dtype    bytes an element    what is stored
 =============  ==================  =================================================================================
 ``float32``    4                   the moment itself (float64 for float64 weights)
 ``bfloat16``   2                   rounded stochastically, so that a moving average goes on moving by less than a spacing
@@ -9,14 +9,14 @@ state_dtype    bytes an element    what is kept
                                    each block; of second moments, the root
 =============  ==================  =================================================================================
 
-Moments are float32 wherever they are computed with: they are unpacked before a phase of a step and packed behind it.
+Every computation uses float32 moments: they are unpacked before a phase of a step and packed after it.
 
 **Blocks** of 8-bit state are runs of up to 256 elements inside a row, the part of a tensor that belongs to one index of its
-first dimension. So codes and scales are cut as the parameter is along that dimension, by whatever layout, and a checkpoint
-means the same in all of them.
+first dimension. So every layout cuts codes and scales as it cuts the parameter along that dimension, and a checkpoint has one
+meaning in all of them.
 
-**Roots**: where a second moment is rounded to zero beside a first moment that is not, an update explodes. The root has half
-the range, the same as the first moment's, and is never rounded to zero.
+**Roots**: an update explodes where a second moment is rounded to zero and the first moment is not. The root has half the
+range in orders of magnitude, the same as the first moment, and is never rounded to zero.
 
 Parameters of one dimension, of fewer than 4096 elements, or with rows of fewer than 64 keep float32 under ``int8``: their
 scales would take more than they save.
@@ -54,7 +54,7 @@ State = dict[str, Tensor]
 
 StateDtype = Literal["float32", "bfloat16", "int8", "8bit"]
 STATE_DTYPES: tuple[str, ...] = ("float32", "bfloat16", "int8")
-"""As kept in groups; ``"8bit"`` is another word for ``"int8"``."""
+"""The values in groups; ``"8bit"`` is an alias of ``"int8"``."""
 
 _FIRST = ("momentum_buffer", "exp_avg")
 _SECOND = ("exp_avg_sq", "graft_second_moment")
@@ -67,7 +67,7 @@ _BLOCKS = (256, 128, 64)
 
 
 def moment_of(key: str) -> str | None:
-    """The moment that a state entry is, or is codes or scales of; ``None`` for everything else.
+    """The name of the moment that a state entry belongs to, as itself, its codes or its scales; ``None`` for other entries.
 
     Entries are named ``moment``, or ``moment.more`` where a rule keeps several; codes and scales are
     ``moment_codes.more`` and ``moment_scale.more``.
@@ -89,30 +89,30 @@ def is_scale(key: str) -> bool:
 
 
 def coded_names(name: str) -> tuple[str, str]:
-    """Names of a moment's codes and of its scales."""
+    """The entries of a moment's codes and of its scales."""
     head, dot, rest = name.partition(".")
     return head + _CODES + dot + rest, head + _SCALE + dot + rest
 
 
 def is_coded(shape: Sequence[int], lead: int = 1) -> bool:
-    """Whether ``state_dtype="int8"`` has 8 bits for a parameter, or for matrices ``(B, ...)``, of this shape.
+    """Whether ``state_dtype="int8"`` stores moments of this shape in 8 bits.
 
     Args:
-        shape: of a whole parameter; of matrices, any number of them.
-        lead: dimensions that are none of a row. Above 1, or of matrices, their number does not matter.
+        shape: of a whole parameter, or of matrices ``(B, ...)``.
+        lead: number of dimensions before those of a row.
     """
     row = math.prod(shape[lead:])
     return len(shape) > lead and row >= _MIN_ROW and math.prod(shape) >= _MIN_NUMEL
 
 
 def scale_shape(shape: Sequence[int], lead: int = 1) -> tuple[int, ...]:
-    """Shape of the scales of codes of a shape: a row of them for each row."""
+    """Shape of the scales for codes of this shape: a row of scales for each row of codes."""
     row = math.prod(shape[lead:])
     return (*shape[:lead], -(-row // _block(row)))
 
 
 def _block(row: int) -> int:
-    """Elements that share a scale: the most that divide a row, so that nothing has to be padded where that can be had."""
+    """Number of elements that share a scale: the largest that divides a row, so that no row is padded, else the largest."""
     return next((size for size in _BLOCKS if row % size == 0), _BLOCKS[0])
 
 
@@ -125,12 +125,12 @@ def _lead(name: str) -> int:
 
 
 def packed_like(fresh: State, state_dtype: str, whole: Sequence[int] | None = None) -> State:
-    """State as it is kept, from state as a rule starts it, in which moments are zero.
+    """The stored form of a rule's initial state, whose moments are zero.
 
     Args:
-        fresh: tensors of any device, plain ones.
+        fresh: plain tensors of any device.
         state_dtype: one of :data:`STATE_DTYPES`.
-        whole: shape of the whole parameter that elementwise state is a part of; ``None`` for state of whole matrices.
+        whole: shape of the whole parameter, for elementwise state; ``None`` for state of whole matrices.
     """
     if state_dtype == "float32":
         return fresh
@@ -156,7 +156,7 @@ def _coded(name: str, shape: Sequence[int], whole: Sequence[int] | None) -> bool
 
 
 def unpacked(state: State, wide: torch.dtype) -> State:
-    """State with every moment as a tensor of dtype ``wide`` that may be written to; all else is the same tensors."""
+    """State with every moment as a writable tensor of dtype ``wide``; other entries are the same tensors."""
     result: State = {}
     for key, value in state.items():
         name = moment_of(key)
@@ -172,16 +172,15 @@ def unpacked(state: State, wide: torch.dtype) -> State:
 def update_packed(
     state: State, wide: State, ok: Tensor | None, generator: torch.Generator | None, rows: Tensor | None = None
 ) -> None:
-    """Packs moments that :func:`unpacked` gave out, in place.
+    """Packs the moments of :func:`unpacked` after they have changed, in place.
 
     Args:
-        state: what is kept.
-        wide: the moments as they are now.
-        ok: scalar bool on the device: ``False`` leaves what is kept as it is, to the bit. (Rounding to bfloat16 does so
-            by itself; codes of codes are not always the same.)
+        state: the stored form, changed in place.
+        wide: the moments now.
+        ok: scalar bool on the device. ``False`` leaves the stored form as it is, to the bit. (Rounding to bfloat16 does so by
+            itself; encoding decoded codes again does not always.)
         generator: noise of the rounding to bfloat16; replicas must seed it alike.
-        rows: index on the device, of the matrices that were written to; all others stay as they are, to the bit. ``None``
-            for all.
+        rows: index of the matrices that have changed, on the device; ``None`` for all. The others keep their bits.
     """
     for key in [key for key in state if is_moment(key) and not is_scale(key)]:
         name = moment_of(key)
@@ -207,11 +206,11 @@ def _put(target: Tensor, value: Tensor, rows: Tensor | None) -> None:
 
 
 def converted(state: dict[str, Any], state_dtype: str, whole: Sequence[int], wide: torch.dtype) -> dict[str, Any]:
-    """A parameter's state of a checkpoint in the form of a live ``state_dtype``; as it is, where it has that form.
+    """A parameter's state from a checkpoint in the form of another ``state_dtype``. Entries of that form stay as they are.
 
     Args:
-        state: whole tensors; state of matrices is named ``name.unit``.
-        state_dtype: the live one.
+        state: whole tensors; state of matrices is named ``name.index``, by matrix view.
+        state_dtype: the form to convert to.
         whole: shape of the parameter.
         wide: dtype of float moments.
     """
@@ -243,7 +242,7 @@ def converted(state: dict[str, Any], state_dtype: str, whole: Sequence[int], wid
 
 
 def _whole(value: Tensor) -> Tensor:
-    """A tensor that is spread over ranks, whole; the same tensor otherwise."""
+    """The whole of a DTensor; any other tensor unchanged."""
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
@@ -299,7 +298,7 @@ def _encoded(value: Tensor, name: str) -> tuple[Tensor, Tensor]:
 
 
 def _quantized(rows: Tensor, values: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """The nearest value of each element, relative to the largest of its block, and these largest."""
+    """The code of the value nearest to each element, relative to the largest of its block, and the largest of each block."""
     if rows.device.type != "cpu":
         codes, how = require_library().quantize_blockwise(rows, code=values, blocksize=block)
         return codes, how.absmax

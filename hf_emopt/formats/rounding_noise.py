@@ -1,4 +1,4 @@
-"""Noise for stochastic rounding: a function of the step, so that replicas agree and a resumed run repeats it."""
+"""Noise for stochastic rounding. It depends on the step alone, so that replicas agree and a resumed run repeats it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ __all__ = ["moment_noise", "weight_noise"]
 
 
 def weight_noise(index: int, group: dict[str, Any], device: torch.device, shard: int = 0) -> torch.Generator | None:
-    """For the rounding of 16-bit weights; ``None`` where that is to the nearest.
+    """The generator for the rounding of 16-bit weights; ``None`` where they are rounded to the nearest.
 
     Args:
-        index: of the bucket or group.
-        shard: of the parameters, where ranks hold different ones.
+        index: index of the bucket or group.
+        shard: index of the shard, where ranks hold different parts of the parameters.
     """
     if group["low_precision_weights"] != "stochastic":
         return None
@@ -25,10 +25,11 @@ def weight_noise(index: int, group: dict[str, Any], device: torch.device, shard:
 def moment_noise(
     index: int, group: dict[str, Any], device: torch.device, shard: int = 0, piece: int = 0
 ) -> Callable[[], torch.Generator]:
-    """As :func:`weight_noise`, for the rounding of moments, whose noise is none of the weights'.
+    """Makes the generator for the rounding of moments. Its noise differs from that of :func:`weight_noise`.
 
     Args:
-        piece: of state of the same bucket or group.
+        index, shard: as for :func:`weight_noise`.
+        piece: index of the state within the bucket or group.
     """
     seed = _seed(index, group, shard) * 1_000_003 + (1 + piece) * 7_919
     seed %= 2**31  # a CPU's generator takes no more bits

@@ -1,126 +1,83 @@
-"""Computing on the side: a worker thread, or a stream of a GPU."""
+"""CUDA streams for work that runs at the same time as the step, or after it."""
 
 from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-__all__ = ["Background", "Beside"]
-
-T = TypeVar("T")
+__all__ = ["SideStreams"]
 
 _HELD = 2
 
 
-class Background:
-    """Runs functions of tensors while the caller goes on.
+class SideStreams:
+    """Streams for work that nothing else needs until :meth:`wait` or :meth:`join`.
 
-    Two things make the result the same as in the foreground: the inputs must be copies that nobody writes to, and
-    :meth:`wait` must be called before results are read. One thread, so that work is done in the order it was given.
-    """
-
-    def __init__(self) -> None:
-        self._executor: ThreadPoolExecutor | None = None
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
-
-    def submit(self, device: torch.device, function: Callable[[], T]) -> Future[T]:
-        """Starts ``function`` after all that has been queued on the current stream of ``device``."""
-        if self._executor is None:
-            self._executor = ThreadPoolExecutor(1, thread_name_prefix="hf_emopt")
-        if device.type != "cuda":
-            return self._executor.submit(_without_gradients, function)
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
-        stream = self._streams[device]
-        stream.wait_stream(torch.cuda.current_stream(device))
-
-        def on_stream() -> T:
-            with torch.cuda.stream(stream):
-                result = _without_gradients(function)
-                stream.synchronize()
-                return result
-
-        return self._executor.submit(on_stream)
-
-    @staticmethod
-    def wait(future: Future[T]) -> T:
-        """The result, or the exception that the function raised."""
-        return future.result()
-
-    def __getstate__(self) -> dict[str, object]:
-        """Threads and streams are made anew by a copy."""
-        return {"_executor": None, "_streams": {}}
-
-
-class Beside:
-    """Streams for work that nothing else waits for until :meth:`wait` or :meth:`join`.
-
-    Small factorizations, and passes that wait for memory or for other ranks, leave most of a GPU to the products of the next
-    matrices. Nobody may touch what they read and write before that; then it is as if all had run on one stream.
+    Small factorizations, and passes that wait for memory or for other ranks, leave most of a GPU free for the products of the
+    next matrices. Until :meth:`wait`, nobody may touch the tensors that the work reads and writes. The result is then that of
+    one stream.
 
     Args:
-        name: of what is done there. Streams are one for all optimizers of a process, since what is recorded as a CUDA graph
-            is kept by stream; but work of another kind has others, so that it need not wait in line.
-        lanes: streams beside one another.
+        name: the kind of work. Streams of one name are shared by all optimizers of a process, because CUDA graphs are kept by
+            stream. Another kind of work has another name, so that it does not queue behind this one.
+        count: number of streams of that name.
     """
 
-    def __init__(self, name: str, lanes: int = 1) -> None:
-        self.name, self.lanes = name, lanes
+    def __init__(self, name: str, count: int = 1) -> None:
+        self.name, self.count = name, count
         self._open: set[torch.cuda.Stream] = set()
         self._held: deque[tuple[tuple[Tensor, ...], torch.cuda.Event]] = deque()
 
-    def stream(self, device: torch.device, lane: int = 0) -> torch.cuda.Stream:
-        """The stream of a lane, counted modulo the number of lanes."""
-        return _stream_beside(device, self.name, lane % self.lanes)
+    def stream(self, device: torch.device, index: int = 0) -> torch.cuda.Stream:
+        """The stream of this index, counted modulo :attr:`count`."""
+        return _side_stream(device, self.name, index % self.count)
 
-    def open(self, device: torch.device, lane: int = 0) -> None:
-        """What will be queued on the lane runs after all that has been queued on the current stream."""
-        stream = self.stream(device, lane)
+    def open(self, device: torch.device, index: int = 0) -> None:
+        """Orders later work of the stream after everything that is queued on the current stream."""
+        stream = self.stream(device, index)
         stream.wait_stream(torch.cuda.current_stream(device))
         self._open.add(stream)
 
     @property
     def is_used(self) -> bool:
-        """Whether any lane has been opened since the last :meth:`join`."""
+        """Whether any stream has been opened since the last :meth:`join`."""
         return bool(self._open)
 
-    def is_open(self, device: torch.device, lane: int = 0) -> bool:
-        """Whether the lane has been opened since the last :meth:`join`."""
-        return self.is_used and self.stream(device, lane) in self._open
+    def is_open(self, device: torch.device, index: int = 0) -> bool:
+        """Whether this stream has been opened since the last :meth:`join`."""
+        return self.is_used and self.stream(device, index) in self._open
 
     @contextmanager
-    def on(self, device: torch.device, lane: int = 0, reads: Iterable[Tensor] = ()) -> Iterator[None]:
-        """Inside, work is queued on a lane, after all that has been queued on the current stream.
+    def on(self, device: torch.device, index: int = 0, reads: Iterable[Tensor] = ()) -> Iterator[None]:
+        """Queues the work inside on a stream, after everything that is queued on the current stream.
 
         Args:
-            reads: what it reads or writes of the current stream's memory and may not outlive it.
+            reads: tensors of the current stream's memory that the work reads or writes, and that may be freed before it ran.
         """
-        self.open(device, lane)
-        stream = self.stream(device, lane)
+        self.open(device, index)
+        stream = self.stream(device, index)
         for tensor in reads:
-            tensor.record_stream(stream)  # freed or not, its memory is not used again before the lane has come so far
+            tensor.record_stream(stream)  # freed or not, its memory is not used again before the stream has come so far
         with torch.cuda.stream(stream):
             yield
 
     @contextmanager
     def holding(self, device: torch.device, reads: tuple[Tensor, ...]) -> Iterator[None]:
-        """Inside, work is queued on the first lane, which is open; what was queued on the current stream since it was opened
-        is not waited for.
+        """Queues the work inside on the first stream, which must be open. It does not wait for what the current stream has
+        queued since then.
 
-        What it reads is kept, and given back when two more such works have been queued and the current stream waits for this
-        one. So memory is used again in the same order in every step, whatever the device has done by then. (Memory that was
-        recorded on a stream comes back when that has come so far: buffers would lie elsewhere from step to step, and their
-        addresses be sent anew.)
+        The tensors that the work reads are kept until two more such works are queued. The current stream then waits for this
+        one and the tensors are freed. So memory is used again in the same order in every step, however far the device has
+        come. (Memory that was recorded on a stream comes back when that stream has come so far: buffers would change their
+        addresses from step to step, and the addresses would be sent again.)
 
         Args:
-            reads: tensors of the current stream's memory, or of the lane's.
+            reads: tensors of the current stream's memory, or of the side stream's.
         """
         stream, done = self.stream(device), torch.cuda.Event()
         with torch.cuda.stream(stream):
@@ -132,26 +89,21 @@ class Beside:
             self._held.popleft()
 
     def wait(self) -> None:
-        """Makes the current streams wait for all that was queued. Others that ask later wait as well."""
+        """Makes the current streams wait for all queued work. Streams that ask later wait too."""
         for stream in tuple(self._open):
             torch.cuda.current_stream(stream.device).wait_stream(stream)
 
     def join(self) -> None:
-        """:meth:`wait`, and the lanes are open no more."""
+        """Does what :meth:`wait` does, and closes the streams."""
         self.wait()
         self._open.clear()
         self._held.clear()
 
     def __getstate__(self) -> dict[str, object]:
-        """A copy has begun nothing."""
+        """A copy has no open stream."""
         return {**self.__dict__, "_open": set(), "_held": deque()}
 
 
 @functools.cache
-def _stream_beside(device: torch.device, name: str, lane: int) -> torch.cuda.Stream:
+def _side_stream(device: torch.device, name: str, index: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
-
-
-def _without_gradients(function: Callable[[], T]) -> T:
-    with torch.no_grad():
-        return function()

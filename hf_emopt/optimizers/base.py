@@ -61,7 +61,8 @@ from hf_emopt.routing.lora import LoraMode
 from hf_emopt.routing.matrix_view import MatrixView
 from hf_emopt.routing.route import ParameterRoute, RouteTable, coverage_warning
 from hf_emopt.rules.base import Group, MatrixRule
-from hf_emopt.rules.validation import check_flags
+from hf_emopt.rules.options import check_flags
+from hf_emopt.rules.refresh import without_async_refresh
 from hf_emopt.state.forms import OffloadState, check_state_options, describe_memory
 from hf_emopt.state.offload import StateOffload
 from hf_emopt.state.store import StateStore
@@ -194,7 +195,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self.mode_overrides.check_matched([route.name for route in table.matrices])
         message = coverage_warning(table) if table.matrices else None
         if message:
-            warnings.warn(message.replace("matrix_modules", self.matrix_option), stacklevel=3)
+            warnings.warn(message.replace("matrix_modules", self.matrix_option), stacklevel=4)
 
     # ------------------------------------------------------------------ groups
 
@@ -557,7 +558,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._cost_snapshot = self._cost_snapshot or hyperparameters(groups)
         grids, offloads = self._grids(), self.offload_state is not None
         check_state_options(self.rule, groups, self.offload_state)
-        self.rule.forget_batches()
+        self.rule.forget()
         params, ranks = [list(group["params"]) for group in groups], RankGroups(grids, own_replica_groups=overlaps)
         matrices = self.planned_parameters(grids, self._cost_snapshot)
         plan = plan_of(matrices, self.rule, groups, ranks.world_size, offloads, overlaps)
@@ -675,6 +676,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
+        state_dict = without_async_refresh(state_dict)
         with self.as_built():
             (self._load_runs if self._flattened is not None and is_runs(state_dict) else self._load_whole)(state_dict)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
-from hf_emopt.distributed.layout import ProcessGroupArgument
 from hf_emopt.distributed.plan import TensorParallel
-from hf_emopt.formats.master_weights import LowPrecisionWeights
-from hf_emopt.formats.moments import StateDtype
 from hf_emopt.optimizers.base import MatrixOptimizer
-from hf_emopt.optimizers.options import as_tuple, aux_defaults, dtype_name
-from hf_emopt.optimizers.param_groups import ParamsArgument
-from hf_emopt.routing.lora import LoraMode
-from hf_emopt.rules.base import Group
-from hf_emopt.rules.muon import AdjustLrFn, CompatName, LoraScale, MuonRule, NorMuonRule
-from hf_emopt.state.forms import OffloadState
+from hf_emopt.optimizers.options import Arguments, takes
+from hf_emopt.rules.muon import MuonOptions, MuonRule, NorMuonOptions, NorMuonRule
 
 __all__ = ["Muon", "NorMuon"]
 
-NsCoefficients = str | tuple[float, float, float] | Sequence[tuple[float, float, float]]
+
+@dataclass(eq=False, kw_only=True)
+class _Arguments(Arguments):
+    muon_modules: str | Sequence[str] | None = None
+    tensor_parallel: TensorParallel = "auto"
+
+
+@dataclass(eq=False)
+class MuonArguments(MuonOptions, _Arguments):
+    """Arguments of :class:`Muon`."""
+
+
+@dataclass(eq=False)
+class NorMuonArguments(NorMuonOptions, _Arguments):
+    """Arguments of :class:`NorMuon`."""
 
 
 class Muon(MatrixOptimizer):
@@ -109,69 +114,9 @@ class Muon(MatrixOptimizer):
 
     matrix_option = "muon_modules"
 
-    def __init__(
-        self,
-        params: ParamsArgument,
-        lr: float | Tensor = 1e-3,
-        weight_decay: float = 0.1,
-        momentum: float = 0.95,
-        nesterov: bool = True,
-        ns_coefficients: NsCoefficients = "jordan",
-        ns_steps: int = 5,
-        ns_dtype: torch.dtype | str | None = None,
-        adjust_lr_fn: AdjustLrFn = "match_rms_adamw",
-        *,
-        eps: float | None = None,
-        cautious_weight_decay: bool = False,
-        compat: CompatName | None = None,
-        aux_lr: float | Tensor | None = None,
-        aux_betas: tuple[float, float] = (0.9, 0.95),
-        aux_eps: float = 1e-8,
-        aux_weight_decay: float | None = None,
-        low_precision_weights: LowPrecisionWeights = "split",
-        state_dtype: StateDtype = "float32",
-        offload_state: OffloadState | None = None,
-        muon_modules: str | Sequence[str] | None = None,
-        aux_modules: str | Sequence[str] | None = None,
-        per_head: bool = False,
-        allow_no_matrices: bool = False,
-        skip_nonfinite: bool = True,
-        transport_dtype: torch.dtype | str | None = None,
-        overlap_param_gather: bool = False,
-        process_group: ProcessGroupArgument = None,
-        tensor_parallel: TensorParallel = "auto",
-        tensor_parallel_modules: str | Sequence[str] | None = None,
-        lora: LoraMode = "separate",
-        lora_scale: LoraScale = "product",
-        lora_max_change: float = 0.1,
-        lora_lr_ratio: float = 1.0,
-    ) -> None:
-        matrix = _muon_defaults(
-            momentum, nesterov, ns_coefficients, ns_steps, ns_dtype, adjust_lr_fn, eps, cautious_weight_decay, compat
-        )
-        matrix.update(lr=lr, weight_decay=weight_decay, low_precision_weights=low_precision_weights)
-        matrix["state_dtype"] = state_dtype
-        matrix["tensor_parallel"] = tensor_parallel
-        matrix.update(lora=lora, lora_scale=lora_scale, lora_max_change=lora_max_change)
-        aux = aux_defaults(matrix, aux_lr, aux_betas, aux_eps, aux_weight_decay)
-        super().__init__(
-            params,
-            MuonRule(),
-            matrix,
-            aux,
-            matrix_modules=muon_modules,
-            aux_modules=aux_modules,
-            per_head=per_head,
-            allow_no_matrices=allow_no_matrices,
-            skip_nonfinite=skip_nonfinite,
-            transport_dtype=transport_dtype,
-            overlap_param_gather=overlap_param_gather,
-            process_group=process_group,
-            tensor_parallel_modules=tensor_parallel_modules,
-            lora=lora,
-            lora_lr_ratio=lora_lr_ratio,
-            offload_state=offload_state,
-        )
+    @takes(MuonArguments)
+    def __init__(self, given: MuonArguments) -> None:
+        super().__init__(**given.of_optimizer(MuonRule()), matrix_modules=given.muon_modules, lora=given.lora)
 
 
 class NorMuon(MatrixOptimizer):
@@ -201,97 +146,7 @@ class NorMuon(MatrixOptimizer):
 
     matrix_option = "muon_modules"
 
-    def __init__(
-        self,
-        params: ParamsArgument,
-        lr: float | Tensor = 1e-3,
-        weight_decay: float = 0.1,
-        momentum: float = 0.95,
-        nesterov: bool = True,
-        ns_coefficients: NsCoefficients = "jordan",
-        ns_steps: int = 5,
-        ns_dtype: torch.dtype | str | None = None,
-        adjust_lr_fn: AdjustLrFn = "match_rms_adamw",
-        *,
-        beta2: float = 0.95,
-        eps: float | None = None,
-        cautious_weight_decay: bool = False,
-        aux_lr: float | Tensor | None = None,
-        aux_betas: tuple[float, float] = (0.9, 0.95),
-        aux_eps: float = 1e-8,
-        aux_weight_decay: float | None = None,
-        low_precision_weights: LowPrecisionWeights = "split",
-        state_dtype: StateDtype = "float32",
-        offload_state: OffloadState | None = None,
-        muon_modules: str | Sequence[str] | None = None,
-        aux_modules: str | Sequence[str] | None = None,
-        per_head: bool = False,
-        allow_no_matrices: bool = False,
-        skip_nonfinite: bool = True,
-        transport_dtype: torch.dtype | str | None = None,
-        overlap_param_gather: bool = False,
-        process_group: ProcessGroupArgument = None,
-        tensor_parallel: TensorParallel = "auto",
-        tensor_parallel_modules: str | Sequence[str] | None = None,
-        lora: LoraMode = "separate",
-        lora_scale: LoraScale = "product",
-        lora_max_change: float = 0.1,
-        lora_lr_ratio: float = 1.0,
-    ) -> None:
-        matrix = _muon_defaults(
-            momentum, nesterov, ns_coefficients, ns_steps, ns_dtype, adjust_lr_fn, eps, cautious_weight_decay, None
-        )
-        matrix.update(lr=lr, weight_decay=weight_decay, low_precision_weights=low_precision_weights, beta2=beta2)
-        matrix["state_dtype"] = state_dtype
-        matrix["tensor_parallel"] = tensor_parallel
-        matrix.update(lora=lora, lora_scale=lora_scale, lora_max_change=lora_max_change)
-        aux = aux_defaults(matrix, aux_lr, aux_betas, aux_eps, aux_weight_decay)
-        super().__init__(
-            params,
-            NorMuonRule(),
-            matrix,
-            aux,
-            matrix_modules=muon_modules,
-            aux_modules=aux_modules,
-            per_head=per_head,
-            allow_no_matrices=allow_no_matrices,
-            skip_nonfinite=skip_nonfinite,
-            transport_dtype=transport_dtype,
-            overlap_param_gather=overlap_param_gather,
-            process_group=process_group,
-            tensor_parallel_modules=tensor_parallel_modules,
-            lora=lora,
-            lora_lr_ratio=lora_lr_ratio,
-            offload_state=offload_state,
-        )
-
-
-def _muon_defaults(
-    momentum: float,
-    nesterov: bool,
-    ns_coefficients: NsCoefficients,
-    ns_steps: int,
-    ns_dtype: torch.dtype | str | None,
-    adjust_lr_fn: str,
-    eps: float | None,
-    cautious_weight_decay: bool,
-    compat: str | None,
-) -> Group:
-    return {
-        "momentum": momentum,
-        "nesterov": nesterov,
-        "ns_coefficients": _plain_coefficients(ns_coefficients),
-        "ns_steps": ns_steps,
-        "ns_dtype": dtype_name(ns_dtype),
-        "adjust_lr_fn": adjust_lr_fn,
-        "eps": eps,
-        "cautious_weight_decay": cautious_weight_decay,
-        "compat": compat,
-    }
-
-
-def _plain_coefficients(coefficients: NsCoefficients) -> object:
-    """A name, or plain tuples, which checkpoints hold without pickling; values are checked by the rule."""
-    if isinstance(coefficients, str) or not isinstance(coefficients, Sequence):
-        return coefficients
-    return tuple(as_tuple(step) for step in coefficients)
+    @takes(NorMuonArguments)
+    def __init__(self, given: NorMuonArguments) -> None:
+        arguments = given.of_optimizer(NorMuonRule(), compat=None)
+        super().__init__(**arguments, matrix_modules=given.muon_modules, lora=given.lora)

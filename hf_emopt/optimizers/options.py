@@ -1,66 +1,147 @@
-"""What all optimizers do alike with their arguments."""
+"""From the list of options to a constructor and to parameter groups."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from numbers import Real
-from typing import Any
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
 
-from hf_emopt.optimizers.param_groups import Derived
-from hf_emopt.rules.base import Group
+from hf_emopt.distributed.layout import ProcessGroupArgument
+from hf_emopt.formats.master_weights import LowPrecisionWeights
+from hf_emopt.formats.moments import StateDtype
+from hf_emopt.optimizers.param_groups import Derived, ParamsArgument
+from hf_emopt.rules.base import Group, MatrixRule
+from hf_emopt.rules.options import as_tuple, check_flags
+from hf_emopt.state.forms import OffloadState
 
-__all__ = ["PEAK_LR", "as_tuple", "aux_defaults", "dtype_name", "one_sided"]
+__all__ = ["Arguments", "KroneckerArguments", "takes"]
+
+P = ParamSpec("P")
+A = TypeVar("A")
+S = TypeVar("S")
+
+_OF_MATRIX_OPTIMIZER = (
+    "aux_modules",
+    "per_head",
+    "allow_no_matrices",
+    "skip_nonfinite",
+    "transport_dtype",
+    "overlap_param_gather",
+    "process_group",
+    "tensor_parallel_modules",
+    "lora_lr_ratio",
+    "offload_state",
+)
 
 
-def dtype_name(dtype: torch.dtype | str | None) -> str | None:
-    """A dtype by its torch name without ``torch.``, the form kept in groups; ``None`` stays."""
-    short = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
-    if dtype is None:
-        return None
-    name = str(dtype).removeprefix("torch.")
-    return short.get(name, name)
+@dataclass(eq=False)
+class Arguments:
+    """Arguments of every optimizer, on top of its rule's options; :class:`hf_emopt.Muon` says what each of them means.
+
+    A subclass adds a rule's options (:class:`~hf_emopt.rules.options.Options`) and ``tensor_parallel``.
+    """
+
+    params: ParamsArgument
+    _: KW_ONLY
+    aux_lr: float | Tensor | None = None
+    aux_betas: tuple[float, float] = (0.9, 0.95)
+    aux_eps: float = 1e-8
+    aux_weight_decay: float | None = None
+    low_precision_weights: LowPrecisionWeights = "split"
+    state_dtype: StateDtype = "float32"
+    offload_state: OffloadState | None = None
+    aux_modules: str | Sequence[str] | None = None
+    per_head: bool = False
+    allow_no_matrices: bool = False
+    skip_nonfinite: bool = True
+    transport_dtype: torch.dtype | str | None = None
+    overlap_param_gather: bool = False
+    process_group: ProcessGroupArgument = None
+    tensor_parallel_modules: str | Sequence[str] | None = None
+    lora_lr_ratio: float = 1.0
+
+    def of_optimizer(self, rule: MatrixRule, **more: Any) -> dict[str, Any]:
+        """Keyword arguments of :class:`~hf_emopt.optimizers.base.MatrixOptimizer`.
+
+        Args:
+            rule: whose options this object has.
+            more: hyperparameters of matrices that are no options, or that others replace.
+        """
+        shared = ("tensor_parallel", "low_precision_weights", "state_dtype")
+        matrix = rule.options.group(self) | {name: getattr(self, name) for name in shared} | more
+        aux = {
+            "lr": matrix["lr"] if self.aux_lr is None else self.aux_lr,
+            "weight_decay": matrix["weight_decay"] if self.aux_weight_decay is None else self.aux_weight_decay,
+            "betas": as_tuple(self.aux_betas),
+            "eps": self.aux_eps,
+            "low_precision_weights": self.low_precision_weights,
+            "state_dtype": self.state_dtype,
+            "compat": matrix.get("compat"),
+        }
+        given = {name: getattr(self, name) for name in _OF_MATRIX_OPTIMIZER}
+        return {"params": self.params, "rule": rule, "matrix_defaults": matrix, "aux_defaults": aux, **given}
 
 
-def as_tuple(value: Any) -> Any:
-    """A sequence as a tuple; anything else as it is, for validation to refuse."""
-    return tuple(value) if isinstance(value, Sequence) else value
+@dataclass(eq=False, kw_only=True)
+class KroneckerArguments(Arguments):
+    """Arguments of the optimizers with factors; :class:`hf_emopt.SOAP` says what each of them means."""
+
+    matrix_modules: str | Sequence[str] | None = None
+    tensor_parallel: Literal["auto", "layerwise", "blockwise"] = "auto"
+    lora_one_sided: bool = True
+
+    def of_optimizer(self, rule: MatrixRule, **more: Any) -> dict[str, Any]:
+        check_flags({"lora_one_sided": self.lora_one_sided})
+        given = super().of_optimizer(rule, peak_lr=PEAK_LR, **more)
+        longest = given["matrix_defaults"]["max_preconditioner_dim"]
+        one_sided = partial(_one_sided, longest) if self.lora_one_sided else None
+        return {**given, "matrix_modules": self.matrix_modules, "lora_defaults": one_sided}
+
+
+def takes(arguments: Callable[P, A]) -> Callable[[Callable[[S, A], None]], Callable[Concatenate[S, P], None]]:
+    """Decorator of an ``__init__`` with one argument, a dataclass: it then takes the fields of the dataclass instead.
+
+    Args:
+        arguments: the dataclass. The signature, the annotations and the messages for wrong arguments are made from it.
+    """
+
+    def decorated(init: Callable[[S, A], None]) -> Callable[Concatenate[S, P], None]:
+        def __init__(self: S, /, *args: P.args, **kwargs: P.kwargs) -> None:
+            init(self, arguments(*args, **kwargs))
+
+        made: Any = __init__
+        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        signature = inspect.signature(arguments)
+        made.__signature__ = signature.replace(
+            parameters=[own, *signature.parameters.values()], return_annotation="None"
+        )
+        made.__annotations__ = get_type_hints(arguments) | {"return": type(None)}
+        made.__qualname__, made.__module__ = init.__qualname__, init.__module__
+        getattr(arguments, "__init__").__qualname__ = init.__qualname__  # noqa: B009 - in messages of Python
+        return __init__
+
+    return decorated
 
 
 def _peak_of(group: Group) -> Any:
     lr = group["lr"]
-    return float(lr) if isinstance(lr, (Real, Tensor)) else lr  # what is no number is for validation to refuse
+    return float(lr) if isinstance(lr, (Real, Tensor)) else lr  # anything else is for validation to refuse
 
 
 PEAK_LR = Derived(_peak_of)
-"""The learning rate that a group begins with, as a number: what decay is relative to where no scheduler says more."""
+"""The learning rate that a group begins with, as a number. Decay is relative to it where no scheduler says more."""
 
 
-def aux_defaults(
-    matrix: Group,
-    aux_lr: float | Tensor | None,
-    aux_betas: tuple[float, float],
-    aux_eps: float,
-    aux_weight_decay: float | None,
-) -> Group:
-    """Hyperparameters of the AdamW part; ``None`` takes the matrices' value."""
-    return {
-        "lr": matrix["lr"] if aux_lr is None else aux_lr,
-        "weight_decay": matrix["weight_decay"] if aux_weight_decay is None else aux_weight_decay,
-        "betas": as_tuple(aux_betas),
-        "eps": aux_eps,
-        "low_precision_weights": matrix["low_precision_weights"],
-        "state_dtype": matrix["state_dtype"],
-        "compat": matrix.get("compat"),
-    }
+def _one_sided(max_preconditioner_dim: int, rank: int) -> Group:
+    """Hyperparameters of LoRA factors of this rank that are preconditioned on the dimension of the rank alone.
 
-
-def one_sided(max_preconditioner_dim: int, rank: int) -> Group:
-    """Hyperparameters of LoRA factors of this rank that are preconditioned on the side of the rank alone.
-
-    The other side is as long as the layer is wide: its factor alone would be many times the adapter, for a gradient that has
-    the rank of the adapter.
+    The other dimension is as long as the layer is wide. Its factor alone would be many times the adapter, for a gradient that
+    has the rank of the adapter.
     """
     return {"oversize": "one_sided", "max_preconditioner_dim": min(max_preconditioner_dim, rank)}

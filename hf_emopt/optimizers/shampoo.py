@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import Any, Literal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
-import torch
-from torch import Tensor
-
-from hf_emopt.distributed.layout import ProcessGroupArgument
-from hf_emopt.formats.kronecker_factors import FactorStorageName
-from hf_emopt.formats.master_weights import LowPrecisionWeights
-from hf_emopt.formats.moments import StateDtype
-from hf_emopt.linalg.matmul_precision import Precision
 from hf_emopt.optimizers.base import MatrixOptimizer
-from hf_emopt.optimizers.options import PEAK_LR, as_tuple, aux_defaults, dtype_name, one_sided
-from hf_emopt.optimizers.param_groups import Derived, ParamsArgument
+from hf_emopt.optimizers.options import KroneckerArguments, takes
+from hf_emopt.optimizers.param_groups import Derived
 from hf_emopt.rules.base import Group
-from hf_emopt.rules.kronecker import Oversize, Refresh
-from hf_emopt.rules.shampoo import Grafting, KLShampooRule, ShampooRule
-from hf_emopt.rules.validation import check_flags
-from hf_emopt.state.forms import OffloadState
+from hf_emopt.rules.shampoo import KLShampooRule, ShampooOptions, ShampooRule
 
 __all__ = ["KLShampoo", "Shampoo"]
 
-RootSolverChoice = Literal["auto", "eigh", "coupled_newton"]
+
+@dataclass(eq=False)
+class ShampooArguments(ShampooOptions, KroneckerArguments):
+    """Arguments of :class:`Shampoo`."""
 
 
 def _second_beta(group: Group) -> Any:
@@ -54,8 +46,8 @@ class Shampoo(MatrixOptimizer):
         betas: decay of the filtered gradient and of the factors; 1.0 for the second sums instead (AdaGrad).
         epsilon: added to a factor's eigenvalues, which are shifted up first where one lies below it.
         weight_decay: see ``weight_decay_type``; none on norms and biases when a model is passed.
-        max_preconditioner_dim: blocks have sides of at most this (``oversize="block"``), or longer sides are not
-            preconditioned (``oversize="one_sided"``).
+        max_preconditioner_dim: longest dimension that has a factor.
+        oversize: longer dimensions are cut into blocks of it (``"block"``) or not preconditioned (``"one_sided"``).
         precondition_frequency: steps in which every inverse root is refreshed once.
         start_preconditioning_step: first step with roots, before which the grafted direction alone is used; ``None`` is
             ``precondition_frequency``.
@@ -65,8 +57,7 @@ class Shampoo(MatrixOptimizer):
         exponent_override: ``p`` of ``A^(-p)``, one number or one by the number of preconditioned dimensions; the default
             is ``1 / (2 * dimensions)``, 1/4 for a matrix.
         momentum, nesterov: heavy ball on the preconditioned direction.
-        refresh: ``"staggered"`` (default), ``"synchronous"`` or ``"async"``; as for :class:`SOAP`.
-        async_delay: as for :class:`SOAP`.
+        refresh: ``"staggered"`` (default) or ``"synchronous"``; as for :class:`SOAP`.
         root_solver: ``"eigh"``, ``"coupled_newton"``, or ``"auto"``: products only
             (``coupled_newton``) on a GPU, where ``eigh`` runs far below the card's rate, and ``eigh`` on a CPU. A block whose
             iteration does not converge falls back to ``eigh``.
@@ -98,106 +89,14 @@ class Shampoo(MatrixOptimizer):
 
     _kl = False
 
-    def __init__(
-        self,
-        params: ParamsArgument,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        epsilon: float = 1e-12,
-        weight_decay: float = 0.0,
-        max_preconditioner_dim: int = 1024,
-        precondition_frequency: int = 10,
-        start_preconditioning_step: int | None = None,
-        grafting: Grafting = "adam",
-        *,
-        grafting_beta2: float | None = None,
-        grafting_epsilon: float = 1e-8,
-        bias_correction: bool = True,
-        exponent_override: float | Mapping[int, float] | None = None,
-        momentum: float = 0.0,
-        nesterov: bool = False,
-        refresh: Refresh = "staggered",
-        async_delay: int | None = None,
-        root_solver: RootSolverChoice = "auto",
-        relative_epsilon: float | None = None,
-        root_dtype: torch.dtype | str = "float32",
-        oversize: Oversize = "block",
-        matmul_precision: Precision = "highest",
-        factor_storage: FactorStorageName = "float32",
-        tolerated_failures: int = 3,
-        weight_decay_type: Literal["decoupled", "l2", "corrected", "independent"] = "decoupled",
-        aux_lr: float | Tensor | None = None,
-        aux_betas: tuple[float, float] = (0.9, 0.95),
-        aux_eps: float = 1e-8,
-        aux_weight_decay: float | None = None,
-        low_precision_weights: LowPrecisionWeights = "split",
-        state_dtype: StateDtype = "float32",
-        offload_state: OffloadState | None = None,
-        matrix_modules: str | Sequence[str] | None = None,
-        aux_modules: str | Sequence[str] | None = None,
-        per_head: bool = False,
-        allow_no_matrices: bool = False,
-        skip_nonfinite: bool = True,
-        transport_dtype: torch.dtype | str | None = None,
-        overlap_param_gather: bool = False,
-        process_group: ProcessGroupArgument = None,
-        tensor_parallel: Literal["auto", "layerwise", "blockwise"] = "auto",
-        tensor_parallel_modules: str | Sequence[str] | None = None,
-        lora_lr_ratio: float = 1.0,
-        lora_one_sided: bool = True,
-    ) -> None:
-        check_flags({"lora_one_sided": lora_one_sided})
-        matrix: Group = {
-            "tensor_parallel": tensor_parallel,
-            "lr": lr,
-            "peak_lr": PEAK_LR,
-            "betas": as_tuple(betas),
-            "epsilon": epsilon,
-            "weight_decay": weight_decay,
-            "weight_decay_type": weight_decay_type,
-            "max_preconditioner_dim": max_preconditioner_dim,
-            "precondition_frequency": precondition_frequency,
-            "start_preconditioning_step": _START if start_preconditioning_step is None else start_preconditioning_step,
-            "grafting": grafting,
-            "grafting_beta2": _GRAFTING_BETA2 if grafting_beta2 is None else grafting_beta2,
-            "grafting_epsilon": grafting_epsilon,
-            "bias_correction": bias_correction,
-            "exponent_override": dict(exponent_override)
-            if isinstance(exponent_override, Mapping)
-            else exponent_override,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "refresh": refresh,
-            "async_delay": async_delay,
-            "root_solver": root_solver,
-            "relative_epsilon": relative_epsilon,
-            "root_dtype": dtype_name(root_dtype),
-            "oversize": oversize,
-            "kl": self._kl,
-            "matmul_precision": matmul_precision,
-            "factor_storage": factor_storage,
-            "tolerated_failures": tolerated_failures,
-            "low_precision_weights": low_precision_weights,
-            "state_dtype": state_dtype,
-        }
-        super().__init__(
-            params,
-            KLShampooRule() if self._kl else ShampooRule(),
-            matrix,
-            aux_defaults(matrix, aux_lr, aux_betas, aux_eps, aux_weight_decay),
-            matrix_modules=matrix_modules,
-            aux_modules=aux_modules,
-            per_head=per_head,
-            allow_no_matrices=allow_no_matrices,
-            skip_nonfinite=skip_nonfinite,
-            transport_dtype=transport_dtype,
-            overlap_param_gather=overlap_param_gather,
-            process_group=process_group,
-            tensor_parallel_modules=tensor_parallel_modules,
-            lora_lr_ratio=lora_lr_ratio,
-            lora_defaults=partial(one_sided, max_preconditioner_dim) if lora_one_sided else None,
-            offload_state=offload_state,
-        )
+    @takes(ShampooArguments)
+    def __init__(self, given: ShampooArguments) -> None:
+        derived: Group = {"kl": self._kl}
+        if given.start_preconditioning_step is None:
+            derived["start_preconditioning_step"] = _START
+        if given.grafting_beta2 is None:
+            derived["grafting_beta2"] = _GRAFTING_BETA2
+        super().__init__(**given.of_optimizer(KLShampooRule() if self._kl else ShampooRule(), **derived))
 
 
 class KLShampoo(Shampoo):

@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
-from typing import Literal
+from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
-from hf_emopt.distributed.layout import ProcessGroupArgument
-from hf_emopt.formats.kronecker_factors import FactorStorageName
-from hf_emopt.formats.master_weights import LowPrecisionWeights
-from hf_emopt.formats.moments import StateDtype
-from hf_emopt.linalg.matmul_precision import Precision
 from hf_emopt.optimizers.base import MatrixOptimizer
-from hf_emopt.optimizers.options import PEAK_LR, as_tuple, aux_defaults, dtype_name, one_sided
-from hf_emopt.optimizers.param_groups import ParamsArgument
-from hf_emopt.rules.base import Group
-from hf_emopt.rules.kronecker import Oversize, Refresh
-from hf_emopt.rules.soap import SoapRule
-from hf_emopt.rules.validation import check_flags
-from hf_emopt.state.forms import OffloadState
+from hf_emopt.optimizers.options import KroneckerArguments, takes
+from hf_emopt.rules.soap import SoapOptions, SoapRule
 
 __all__ = ["SOAP"]
 
-BasisMethod = Literal["orthogonal_iteration", "qr", "eigh"]
+
+@dataclass(eq=False)
+class SoapArguments(SoapOptions, KroneckerArguments):
+    """Arguments of :class:`SOAP`."""
 
 
 class SOAP(MatrixOptimizer):
@@ -41,13 +29,11 @@ class SOAP(MatrixOptimizer):
         eps: added to the root of the second moment.
         weight_decay: decoupled; none on norms and biases when a model is passed.
         precondition_frequency: steps in which every basis is refreshed once.
-        max_preconditioner_dim: sides of a matrix longer than this are not preconditioned (``oversize="one_sided"``) or
-            cut into blocks of it (``oversize="block"``).
+        max_preconditioner_dim: longest dimension that has a factor.
+        oversize: longer dimensions are not preconditioned (``"one_sided"``) or cut into blocks of it (``"block"``).
         shampoo_beta: decay of the factors; ``None`` is ``betas[1]``.
         refresh: ``"staggered"`` (default) spreads the blocks over the period by cost, so that no step is long;
-            ``"synchronous"`` refreshes all on the same step, the textbook schedule; ``"async"`` computes in the background
-            and installs a basis ``async_delay`` steps after it was begun.
-        async_delay: staleness of an asynchronous refresh in steps, below ``precondition_frequency``; ``None`` is half of it.
+            ``"synchronous"`` refreshes all on the same step, the textbook schedule.
         basis_method: ``"orthogonal_iteration"`` (a power iteration, made orthogonal by matrix products and Cholesky),
             ``"qr"`` or ``"eigh"``. A block that fails its check falls back to ``qr``, then ``eigh``.
         kl: KL-corrected factors, each side whitened by the other (arXiv:2509.03378).
@@ -84,92 +70,8 @@ class SOAP(MatrixOptimizer):
     ``basis.*`` of both sides: ``8 m n + 8 (m^2 + n^2)`` bytes in float32.
     """
 
-    def __init__(
-        self,
-        params: ParamsArgument,
-        lr: float | Tensor = 3e-3,
-        betas: tuple[float, float] = (0.95, 0.95),
-        eps: float = 1e-8,
-        weight_decay: float = 0.01,
-        precondition_frequency: int = 10,
-        max_preconditioner_dim: int = 10000,
-        *,
-        shampoo_beta: float | None = None,
-        refresh: Refresh = "staggered",
-        async_delay: int | None = None,
-        basis_method: BasisMethod = "orthogonal_iteration",
-        oversize: Oversize = "one_sided",
-        kl: bool = False,
-        max_update_rms: float | None = 1.0,
-        matmul_precision: Precision = "highest",
-        factor_storage: FactorStorageName = "float32",
-        basis_dtype: torch.dtype | str = "float32",
-        tolerated_failures: int = 3,
-        weight_decay_type: Literal["decoupled", "l2", "corrected", "independent"] = "decoupled",
-        compat: Literal["paper"] | None = None,
-        aux_lr: float | Tensor | None = None,
-        aux_betas: tuple[float, float] = (0.9, 0.95),
-        aux_eps: float = 1e-8,
-        aux_weight_decay: float | None = None,
-        low_precision_weights: LowPrecisionWeights = "split",
-        state_dtype: StateDtype = "float32",
-        offload_state: OffloadState | None = None,
-        matrix_modules: str | Sequence[str] | None = None,
-        aux_modules: str | Sequence[str] | None = None,
-        per_head: bool = False,
-        allow_no_matrices: bool = False,
-        skip_nonfinite: bool = True,
-        transport_dtype: torch.dtype | str | None = None,
-        overlap_param_gather: bool = False,
-        process_group: ProcessGroupArgument = None,
-        tensor_parallel: Literal["auto", "layerwise", "blockwise"] = "auto",
-        tensor_parallel_modules: str | Sequence[str] | None = None,
-        lora_lr_ratio: float = 1.0,
-        lora_one_sided: bool = True,
-    ) -> None:
-        paper = compat == "paper"
-        check_flags({"lora_one_sided": lora_one_sided})
-        matrix: Group = {
-            "tensor_parallel": tensor_parallel,
-            "lr": lr,
-            "peak_lr": PEAK_LR,
-            "betas": as_tuple(betas),
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "weight_decay_type": weight_decay_type,
-            "decay_after": paper,
-            "precondition_frequency": precondition_frequency,
-            "max_preconditioner_dim": max_preconditioner_dim,
-            "shampoo_beta": shampoo_beta,
-            "refresh": refresh,
-            "async_delay": async_delay,
-            "basis_method": "qr" if paper else basis_method,
-            "oversize": oversize,
-            "kl": kl,
-            "max_update_rms": None if paper else max_update_rms,
-            "matmul_precision": matmul_precision,
-            "factor_storage": factor_storage,
-            "basis_dtype": dtype_name(basis_dtype),
-            "tolerated_failures": tolerated_failures,
-            "compat": compat,
-            "low_precision_weights": low_precision_weights,
-            "state_dtype": state_dtype,
-        }
-        super().__init__(
-            params,
-            SoapRule(),
-            matrix,
-            aux_defaults(matrix, aux_lr, aux_betas, aux_eps, aux_weight_decay),
-            matrix_modules=matrix_modules,
-            aux_modules=aux_modules,
-            per_head=per_head,
-            allow_no_matrices=allow_no_matrices,
-            skip_nonfinite=skip_nonfinite,
-            transport_dtype=transport_dtype,
-            overlap_param_gather=overlap_param_gather,
-            process_group=process_group,
-            tensor_parallel_modules=tensor_parallel_modules,
-            lora_lr_ratio=lora_lr_ratio,
-            lora_defaults=partial(one_sided, max_preconditioner_dim) if lora_one_sided else None,
-            offload_state=offload_state,
-        )
+    @takes(SoapArguments)
+    def __init__(self, given: SoapArguments) -> None:
+        paper = given.compat == "paper"
+        fixed = {"basis_method": "qr", "max_update_rms": None} if paper else {}
+        super().__init__(**given.of_optimizer(SoapRule(), decay_after=paper, **fixed))

@@ -17,7 +17,7 @@ from hf_emopt.formats.moments import STATE_DTYPES, require_library
 from hf_emopt.routing.route import RouteTable
 from hf_emopt.rules.adamw import validate_adamw
 from hf_emopt.rules.base import Group, MatrixRule
-from hf_emopt.rules.validation import check_choice
+from hf_emopt.rules.options import check_choice
 from hf_emopt.state.forms import OffloadState
 
 __all__ = ["checked_process_group", "no_matrices_message", "offload_place", "transport_name", "validate_group"]

@@ -21,15 +21,15 @@ def adam_direction(
 ) -> Tensor:
     """``(M / (1 - beta1^t)) / (sqrt(V / (1 - beta2^t)) + eps)`` with the moments updated in place.
 
-    Kingma and Ba, arXiv:1412.6980, algorithm 1. torch's fused Adam does it, with zeros as the parameter and -1 as the
-    learning rate: eight reads and writes of an element, where the formula by parts takes seventeen.
+    Kingma and Ba, arXiv:1412.6980, algorithm 1. torch's fused Adam computes it, with zeros as the parameter and -1 as the
+    learning rate. It takes eight reads and writes of an element; the formula by parts takes seventeen.
 
     Args:
         grad: ``(N, ...)`` of the moments' dtype, float32 or float64.
         exp_avg, exp_avg_sq: ``(N, ...)``, changed in place.
-        count: ``(N,)``, steps taken with this one.
-        gate: 1 where the step counts. 0 leaves the moments as they are, and the result means nothing.
-            A number, a scalar tensor, or ``(N,)``.
+        count: ``(N,)``, number of steps, including this one.
+        gate: a number, a scalar tensor, or ``(N,)``. 1 where the step counts; 0 leaves the moments as they are, with an
+            arbitrary result.
     """
     one_gate = not isinstance(gate, Tensor) or gate.ndim == 0
     dense = all(x.is_contiguous() and x.dtype == exp_avg.dtype for x in (grad, exp_avg, exp_avg_sq))
@@ -43,7 +43,7 @@ def adam_direction(
     exp_avg_sq.lerp_(grad.square(), gate * (1.0 - beta2))
     steps = count.clamp_min(1.0).view(-1, *[1] * (grad.ndim - 1))
     correction1, correction2 = 1.0 - beta1**steps, (1.0 - beta2**steps).sqrt()
-    # What is known for a whole tensor is gathered.
+    # Factors that are one number for a whole tensor are multiplied first.
     return exp_avg / torch.addcmul(eps * correction1, exp_avg_sq.sqrt(), correction1 / correction2)
 
 

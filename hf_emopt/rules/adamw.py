@@ -14,7 +14,7 @@ from torch.optim.adamw import adamw
 
 from hf_emopt.formats.master_weights import load_weights, store_weights
 from hf_emopt.rules.base import Group, state_dtype
-from hf_emopt.rules.validation import check_betas, check_number
+from hf_emopt.rules.options import check_betas, check_number
 
 __all__ = ["adamw_step", "apply_updates", "decay_factor", "init_adamw_state", "validate_adamw"]
 

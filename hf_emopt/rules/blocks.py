@@ -22,9 +22,9 @@ __all__ = [
     "BlockClass",
     "BlockGrid",
     "BlockState",
+    "FactorDim",
     "Half",
     "Rounded",
-    "Side",
     "half_mode_products",
     "mode_product",
     "mode_products",
@@ -250,7 +250,7 @@ class BlockState:
         index: which class of the grid.
         grads: ``(N * count, b1, ..., bk)``.
         count: blocks of this class in each matrix.
-        first_piece: number of the first block's first preconditioned side among those of a matrix.
+        first_piece: number of the first block's first factor among all factors of a matrix.
         state: the batch's matrix state.
     """
 
@@ -274,15 +274,15 @@ class BlockState:
 
 
 @dataclass(frozen=True)
-class Side:
-    """One dimension of some blocks of a class, which is refreshed by itself.
+class FactorDim:
+    """One dimension of some blocks of a class, with a factor in each block.
 
     Attributes:
         block: the class.
         d: the dimension.
         chosen: numbers of the blocks, matrices and blocks flattened together.
         rows: the same as an index on the device; ``None`` for all blocks, which need none.
-        order: dimensions of the block that are preconditioned.
+        order: number of dimensions of the block that have a factor.
     """
 
     block: BlockState

@@ -1,4 +1,4 @@
-"""How badly conditioned a factor is, from what a rule has at hand: no decomposition is made for it."""
+"""Condition numbers of factors, from the root or basis that a rule has: without a decomposition."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _CHUNK_NUMEL = 2**24
 
 
 def condition_of_spectrum(eigenvalues: Tensor) -> Tensor:
-    """Largest over smallest of ``(N, d)``, at most :data:`LARGEST_CONDITION`; 1 for zeros."""
+    """Largest over smallest eigenvalue of ``(N, d)``, at most :data:`LARGEST_CONDITION`: ``(N,)``. It is 1 for zeros."""
     largest = eigenvalues.amax(-1)
     ratio = largest / eigenvalues.amin(-1).clamp_min(largest / LARGEST_CONDITION)
     return torch.where(largest > 0, ratio, 1.0)
 
 
 def condition_in_basis(factor: Tensor, basis: Tensor) -> Tensor:
-    """Condition of ``(N, d, d)`` factors, with the diagonal of ``Q^T A Q`` for their eigenvalues.
+    """Condition numbers ``(N,)`` of factors ``(N, d, d)``, with the diagonal of ``Q^T A Q`` as their eigenvalues.
 
-    Exact for the factor that the basis was computed from; of a later one an underestimate.
+    They are exact for the factors that the basis was computed from, and too small for later ones.
     """
     ratios = []
     for a, q in _chunks(factor, basis):
@@ -42,9 +42,9 @@ def condition_in_basis(factor: Tensor, basis: Tensor) -> Tensor:
 
 
 def condition_of_root(factor: Tensor, root: Tensor, exponent: float) -> Tensor:
-    """Condition of ``A + eps I`` from ``A`` and its root ``R = (A + eps I)^(-exponent)``, both ``(N, d, d)``.
+    """Condition numbers ``(N,)`` of ``A + eps I``, from ``A`` and ``R = (A + eps I)^(-exponent)``, both ``(N, d, d)``.
 
-    ``lambda_max(A) lambda_max(R)^(1 / exponent)``, each by power iteration, which underestimates a little.
+    They are ``lambda_max(A) lambda_max(R)^(1 / exponent)``, by power iteration, which makes them a little too small.
     """
     ratios = []
     for a, r in _chunks(factor, root):
@@ -54,7 +54,7 @@ def condition_of_root(factor: Tensor, root: Tensor, exponent: float) -> Tensor:
 
 
 def largest_eigenvalue(a: Tensor) -> Tensor:
-    """Of positive semidefinite ``(N, d, d)``, by power iteration from a fixed vector: ``(N,)``."""
+    """The largest eigenvalues ``(N,)`` of positive semidefinite ``(N, d, d)``, by power iteration from a fixed vector."""
     d = a.shape[-1]
     # No random numbers: a run is the same with and without them.
     x = torch.sin(torch.arange(1, d + 1, device=a.device, dtype=a.dtype) * 12.9898).expand(a.shape[0], d).unsqueeze(-1)
@@ -65,6 +65,6 @@ def largest_eigenvalue(a: Tensor) -> Tensor:
 
 
 def _chunks(first: Tensor, second: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Runs of blocks of bounded size."""
+    """Both tensors in chunks of bounded size."""
     blocks = max(1, _CHUNK_NUMEL // max(1, first.shape[-1] ** 2))
     yield from zip(first.split(blocks), second.split(blocks))

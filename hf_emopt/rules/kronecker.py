@@ -1,83 +1,81 @@
-"""What Shampoo and SOAP share: factors of the gradient's covariance by block and by dimension, and when to use them.
+"""The common part of Shampoo and SOAP: factors of the gradient's covariance, by block and by dimension.
 
-For a block ``G`` of the gradient and each of its dimensions ``d``, with ``G_d`` the block unfolded so that dimension ``d``
-counts rows, the factor is a running mean (or sum) of ``G_d G_d^T``. What is computed from the factors (inverse roots,
-eigenbases) is refreshed once in ``precondition_frequency`` steps.
+Let ``G`` be a block of the gradient and ``G_d`` the block unfolded so that dimension ``d`` counts rows. The factor of
+dimension ``d`` is a running mean (or sum) of ``G_d G_d^T``. Inverse roots (Shampoo) or eigenbases (SOAP) are computed from
+the factors once in ``precondition_frequency`` steps.
 """
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Literal, get_args
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from hf_emopt.formats.kronecker_factors import FACTOR_STORAGE, init_factor, load_factor, store_factor
+from hf_emopt.formats.kronecker_factors import FactorStorageName, init_factor, load_factor, store_factor
 from hf_emopt.linalg.matmul_precision import Precision, matmul_precision, scaled_half
 from hf_emopt.linalg.symmetric_products import accumulate_gram
-from hf_emopt.rules.base import Clock, Group, state_dtype
+from hf_emopt.rules.base import Group, RefreshClock, state_dtype
 from hf_emopt.rules.blocks import BlockGrid, BlockState, unfold
-from hf_emopt.rules.refresh import REFRESHES, Refresh, RefreshingRule
-from hf_emopt.rules.validation import check_choice, check_flags, check_whole
+from hf_emopt.rules.options import Options, check_choice, check_whole, dtype_name, option
+from hf_emopt.rules.refresh import Refresh, RefreshingRule
 
-__all__ = ["Gate", "KroneckerRule", "Oversize", "Refresh", "gate_of"]
+__all__ = ["Gate", "KroneckerOptions", "KroneckerRule", "Oversize", "Refresh", "gate_of", "result_dtype"]
 
 Oversize = Literal["block", "one_sided"]
 
-WEIGHT_DECAY_TYPES = ("decoupled", "l2", "corrected", "independent")
-
-FACTOR_DTYPES = ("float32", "bfloat16", "float16")
-"""In which roots and bases may be kept; float32 is that of the factors, and so float64 where the weights are."""
+_RESULT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 Gate = Tensor | float
 """1 where a step counts and 0 where it is skipped, as a number or as a scalar tensor on the device."""
 
 
+def _check_refresh(group: Mapping[str, Any], key: str) -> None:
+    if group[key] == "async":
+        raise ValueError(
+            f"{key}='async' was removed, since no step was measured to be faster with it; use {key}='staggered', the "
+            "default, which spreads the refreshes over the steps of a period"
+        )
+    check_choice(group, key, get_args(Refresh))
+
+
+def result_dtype() -> Any:
+    """The option for the dtype in which roots or bases are kept. ``float32`` stands for the dtype of the factors, which is
+    float64 where the weights are."""
+    return option("float32", partial(check_choice, accepted=_RESULT_DTYPES), keep=dtype_name)
+
+
+@dataclass(eq=False, kw_only=True)
+class KroneckerOptions(Options):
+    """Options of all rules with factors; :class:`hf_emopt.SOAP` says what each of them means."""
+
+    refresh: Refresh = option("staggered", _check_refresh)
+    oversize: Oversize = "block"
+    matmul_precision: Precision = "highest"
+    factor_storage: FactorStorageName = "float32"
+    tolerated_failures: int = option(3, partial(check_whole, low=0))
+    weight_decay_type: Literal["decoupled", "l2", "corrected", "independent"] = "decoupled"
+
+
 class KroneckerRule(RefreshingRule):
-    """Base of the rules with factors: validation, blocks, and factor updates."""
+    """Base of the rules with factors: blocks, updates of the factors, and figures."""
 
-    # ------------------------------------------------------------------ hyperparameters
-
-    def validate(self, group: Group) -> None:
-        for key, low in (("precondition_frequency", 1), ("max_preconditioner_dim", 1), ("tolerated_failures", 0)):
-            check_whole(group, key, low)
-        check_choice(group, "refresh", REFRESHES)
-        check_choice(group, "matmul_precision", get_args(Precision))
-        check_choice(group, "oversize", get_args(Oversize))
-        check_choice(group, "factor_storage", FACTOR_STORAGE)
-        check_choice(group, "weight_decay_type", WEIGHT_DECAY_TYPES)
-        check_flags(group, "kl")
-        delay = group["async_delay"]
-        if delay is not None and not (isinstance(delay, int) and 1 <= delay < group["precondition_frequency"]):
-            raise ValueError(
-                f"async_delay={delay!r} must be a whole number from 1 to precondition_frequency - 1 = "
-                f"{group['precondition_frequency'] - 1}"
-            )
-        if group["refresh"] == "async" and group["matmul_precision"] != "highest":
-            raise ValueError(
-                f"refresh='async' runs beside the training, and matmul_precision={group['matmul_precision']!r} sets flags "
-                "of the whole process that the training would see; use matmul_precision='highest' or refresh='staggered'"
-            )
-        if group["refresh"] == "async" and group["precondition_frequency"] < 2:
-            raise ValueError("refresh='async' needs precondition_frequency of at least 2: results come a step later")
+    # ------------------------------------------------------------------ blocks
 
     def grid(self, dims: Sequence[int], group: Group) -> BlockGrid:
-        """The blocks of a matrix (or tensor) of this shape."""
         limit = group["max_preconditioner_dim"]
         one_sided = group["oversize"] == "one_sided"
         return BlockGrid.of(tuple(dims), tuple(d if one_sided else min(d, limit) for d in dims))
 
     def has_factor(self, size: int, group: Group) -> bool:
-        """Whether a side of a block is preconditioned; one above the limit is left alone (one-sided)."""
+        # With oversize="one_sided" a longer dimension is left alone.
         return bool(size <= group["max_preconditioner_dim"])
-
-    def factored(self, block: BlockState, group: Group) -> list[int]:
-        """Dimensions of a block that have a factor."""
-        return [d for d, size in enumerate(block.sizes) if self.has_factor(size, group)]
 
     # ------------------------------------------------------------------ phases
 
@@ -89,7 +87,7 @@ class KroneckerRule(RefreshingRule):
         group: Group,
         ok: Tensor | None,
     ) -> list[Tensor]:
-        """The gradient itself, with the decay added where it is of the L2 kind; all other state is the owner's."""
+        """The gradient itself, plus the decay if it is of the L2 kind. All state is the owner's."""
         wide = [g.to(state_dtype(p)) for g, p in zip(grads, params)]
         if group["weight_decay_type"] == "l2" and group["weight_decay"]:
             wide = [g.add(p.to(g.dtype), alpha=group["weight_decay"]) for g, p in zip(wide, params)]
@@ -103,7 +101,7 @@ class KroneckerRule(RefreshingRule):
         return not (group["weight_decay_type"] == "l2" and group["weight_decay"])
 
     def blocks(self, x: Tensor, state: dict[str, Tensor], group: Group) -> list[BlockState]:
-        """The classes of blocks of a batch ``(N, ...)``."""
+        """The blocks of a batch ``(N, ...)``, one :class:`BlockState` for each class."""
         blocks, first_piece = [], 0
         for index, part in enumerate(self.grid(x.shape[1:], group).split(x)):
             block = BlockState(index, part.flatten(0, 1), part.shape[1], first_piece, state)
@@ -121,6 +119,18 @@ class KroneckerRule(RefreshingRule):
                     state |= init_factor(f"factor.{index}.{d}", lead, size, group["factor_storage"], like)
         return state
 
+    def init_results(self, name: str, x_shape: Sequence[int], group: Group, like: Tensor) -> dict[str, Tensor]:
+        """Identities for a batch ``(N, ...)``, one for each factor: the roots or bases before the first refresh."""
+        dtype = _RESULT_DTYPES[group[f"{name}_dtype"]]
+        state: dict[str, Tensor] = {}
+        for index, c in enumerate(self.grid(x_shape[1:], group).classes):
+            for d, size in enumerate(c.sizes):
+                if self.has_factor(size, group):
+                    wide = like.dtype if dtype is torch.float32 else dtype
+                    eye = torch.eye(size, dtype=wide, device=like.device)
+                    state[f"{name}.{index}.{d}"] = eye.expand(x_shape[0], c.count, size, size).clone()
+        return state
+
     def factor(self, block: BlockState, d: int, group: Group) -> Tensor:
         """The factor of dimension ``d`` as ``(N * count, b_d, b_d)``, in the dtype of the mathematics."""
         full = load_factor(block.state, block.key("factor", d), block.sizes[d], group["factor_storage"])
@@ -134,14 +144,15 @@ class KroneckerRule(RefreshingRule):
         beta: float,
         rows: Tensor,
         gate: Gate,
-        clock: Clock,
+        clock: RefreshClock,
         scale: Tensor | None = None,
     ) -> None:
         """``A <- beta A + (1 - beta) R R^T``, or ``A + R R^T`` for ``beta = 1``, where the step counts.
 
         Args:
-            rows: ``(N * count, b_d, rest)``, the block unfolded (and whitened, where a variant asks for it); zeros in a step
-                that does not count. In float16 if they are already rounded, and then to be multiplied by ``scale``.
+            rows: ``(N * count, b_d, rest)``, the unfolded block (whitened, in KL variants); zeros in a step that does not
+                count. They may be rounded to float16 already.
+            scale: the factor of each of these float16 matrices.
         """
         new = 1.0 if beta == 1.0 else 1.0 - beta
         factor = self.factor(block, d, group)
@@ -162,7 +173,7 @@ class KroneckerRule(RefreshingRule):
             return
         generator = None
         if storage != "packed":  # noise of the round, so that replicas agree and a resumed run repeats it
-            seed = clock.rounds[0] * 1_000_003 + 97 * block.index + d
+            seed = clock.param_steps[0] * 1_000_003 + 97 * block.index + d
             generator = torch.Generator(factor.device).manual_seed(seed)
         shape = (*block.state[key].shape[:2], *factor.shape[1:])
         store_factor(
@@ -171,11 +182,11 @@ class KroneckerRule(RefreshingRule):
 
     @staticmethod
     def in_half(x: Tensor, group: Group) -> bool:
-        """Whether products of ``x`` run in float16: float32 matrices (or what is rounded of them) with that precision."""
+        """Whether products of ``x`` run in float16: with that precision, for float32 and for already rounded matrices."""
         return group["matmul_precision"] == "fp16" and x.dtype in (torch.float32, torch.float16)
 
     def rows_of(self, block: BlockState, group: Group) -> tuple[Tensor, Tensor | None]:
-        """The block's gradients as its factors read them, rounded once for all sides, and their scale."""
+        """The block's gradients for its factors, and their scale: rounded to float16 once for all dimensions, or as given."""
         return (
             scaled_half(block.grads)
             if self.in_half(block.grads, group) and block.grads.ndim == 3 and self.factored(block, group)
@@ -184,13 +195,14 @@ class KroneckerRule(RefreshingRule):
 
     @staticmethod
     def whitened_rows(block: BlockState, d: int, white: Tensor) -> Tensor:
-        """A block whitened on its other sides, unfolded for its factor of dimension ``d``, at the size of the gradient.
+        """A block that is whitened on its other dimensions, unfolded for the factor of dimension ``d``, at the scale of the
+        gradient.
 
         The mean eigenvalue of ``R R^T`` is the mean square of the gradient's elements. The KL fit leaves open how a scale is
-        split among the sides, so that is what makes gradients of all steps weigh as much as they are large. With the scale
-        of the whitening they do not: before the first refresh a contribution has the gradient's variance, 1e-6 say, and
-        after it the size one, or a million where the gradients so far leave directions of the other side empty. The running
-        mean would then hold the gradients of one period for hundreds of steps.
+        split among the factors. With this choice a gradient weighs as much as it is large. With the scale of the whitening it
+        would not: before the first refresh a contribution has the gradient's variance, 1e-6 say. After it, it has the size
+        one, or a million if the gradients so far leave directions of the other dimension empty. The running mean would then
+        hold the gradients of one period for hundreds of steps.
 
         Args:
             white: the block's gradient times inverse roots on other dimensions than ``d``, ``(N * count, b1, ..., bk)``.
@@ -212,7 +224,7 @@ class KroneckerRule(RefreshingRule):
             found["momentum"] = momentum
         conditions, failures = [], []
         with self.precision(group):
-            # Only shapes are asked of the gradient.
+            # Only the shape of the gradient matters here.
             for block in self.blocks(torch.empty(batch, *shape, device="meta"), matrix_state, group):
                 for d in self.factored(block, group):
                     conditions.append(self.condition(block, d, group).view(batch, -1).amax(1))
@@ -223,7 +235,7 @@ class KroneckerRule(RefreshingRule):
         return found
 
     def momentum_square(self, matrix_state: dict[str, Tensor]) -> Tensor | None:
-        """Squared norm of each matrix's first moment, which a turn of the basis does not change: ``(B,)``."""
+        """Squared norm of each matrix's first moment, ``(B,)``. A turn of the basis does not change it."""
         moments = [value for name, value in matrix_state.items() if name.partition(".")[0] == "exp_avg"]
         moments = moments or [value for name, value in matrix_state.items() if name == "momentum_buffer"]
         return sum((m.flatten(1).square().sum(1) for m in moments), torch.zeros(())) if moments else None
@@ -235,18 +247,18 @@ class KroneckerRule(RefreshingRule):
     def block_flops(self, m: int, n: int, group: Group, products: int, refresh_products: int) -> int:
         """Floating-point operations of an ``m x n`` matrix in a step, averaged over a period.
 
-        One an element where no side has a factor, since what costs nothing would all be given to one rank.
+        A matrix without a factor counts one operation an element: matrices that cost nothing would all go to one rank.
 
         Args:
-            products: products of a block with a square matrix on each preconditioned side, in every step.
+            products: products of a block with a square matrix for each factor, in every step.
             refresh_products: products of two such square matrices, once a period.
         """
         total = 0
         for c in self.grid((m, n), group).classes:
-            sides = [s for s in c.sizes if self.has_factor(s, group)]
+            sizes = [s for s in c.sizes if self.has_factor(s, group)]
             numel = math.prod(c.sizes)
             total += c.count * sum(
-                2 * products * numel * s + 2 * refresh_products * s**3 // self.period(group) for s in sides
+                2 * products * numel * s + 2 * refresh_products * s**3 // self.period(group) for s in sizes
             )
         return total or m * n
 

@@ -65,8 +65,8 @@ def inverse_sqrt(a: Tensor) -> Tensor:
 
 
 def pair_update(
-    still: Factor,
-    starting: Factor,
+    nonzero_init: Factor,
+    zero_init: Factor,
     scaling: Tensor,
     size: float,
     reach: Tensor | float,
@@ -75,21 +75,21 @@ def pair_update(
     """Updates of both factors, to be multiplied by the learning rate and subtracted.
 
     Args:
-        still: the factor that does not start at zero; its Gram matrix is the measure of the other's.
-        starting: the one that does, or may.
+        nonzero_init: the factor that does not start at zero. Its Gram matrix is the measure of the other one's update.
+        zero_init: the factor that starts at zero, or may.
         scaling: ``(N, 1, 1)``, the ``s`` of each adapter.
         size: ``c``: largest singular value of each of the two terms of the product's update.
         reach: ``delta``, the smallest singular value that the product is taken to have: a learning rate times ``size``,
-            divided by the largest relative change of ``still`` in a step.
+            divided by the largest relative change of ``nonzero_init`` in a step.
         polar: the polar factor of ``(N, k, r)``, given that factor's matrix state.
     """
     with matmul_precision("highest"):
-        measure = inverse_sqrt(still.weight.mT @ still.weight)
-        product = scaling.square() * (starting.weight.mT @ starting.weight)
+        measure = inverse_sqrt(nonzero_init.weight.mT @ nonzero_init.weight)
+        product = scaling.square() * (zero_init.weight.mT @ zero_init.weight)
         other = inverse_sqrt(product + reach * reach * (measure @ measure))
-        from_start = starting.message @ measure
-        from_still = still.message @ other
-    step_start = polar(from_start, starting.matrix_state)
-    step_still = polar(from_still, still.matrix_state)
+        from_zero_init = zero_init.message @ measure
+        from_nonzero_init = nonzero_init.message @ other
+    zero_init_step = polar(from_zero_init, zero_init.matrix_state)
+    nonzero_init_step = polar(from_nonzero_init, nonzero_init.matrix_state)
     with matmul_precision("highest"):
-        return (step_still @ other) * size, (step_start @ measure) * (size / scaling)
+        return (nonzero_init_step @ other) * size, (zero_init_step @ measure) * (size / scaling)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, Literal
+from dataclasses import KW_ONLY, dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -19,9 +20,10 @@ from hf_emopt.linalg.coefficients import resolve_coefficients
 from hf_emopt.linalg.cost import Method, ShardedCost, sharded_cost
 from hf_emopt.linalg.newton_schulz import newton_schulz, newton_schulz_flops
 from hf_emopt.linalg.newton_schulz_sharded import newton_schulz_sharded
-from hf_emopt.rules.base import Clock, Group, MatrixRule, Shard, state_dtype
+from hf_emopt.routing.lora import LoraMode
+from hf_emopt.rules.base import Group, MatrixRule, RefreshClock, Shard, state_dtype
 from hf_emopt.rules.lora_pairs import Factor, pair_update
-from hf_emopt.rules.validation import check_choice, check_flags, check_number, check_whole
+from hf_emopt.rules.options import Options, as_tuple, check_choice, check_number, check_whole, dtype_name, option
 
 if TYPE_CHECKING:
     from hf_emopt.routing.lora import Adapter
@@ -29,11 +31,12 @@ if TYPE_CHECKING:
 __all__ = [
     "ADJUST_LR_FNS",
     "COMPAT",
-    "LORA_SCALES",
     "AdjustLrFn",
     "CompatName",
     "LoraScale",
+    "MuonOptions",
     "MuonRule",
+    "NorMuonOptions",
     "NorMuonRule",
     "update_scale",
 ]
@@ -41,8 +44,8 @@ __all__ = [
 AdjustLrFn = Literal["match_rms_adamw", "original", "spectral", "unscaled"]
 CompatName = Literal["torch", "keller", "moonlight"]
 LoraScale = Literal["product", "factor"]
-LORA_SCALES: tuple[str, ...] = ("product", "factor")
-ADJUST_LR_FNS: tuple[str, ...] = ("match_rms_adamw", "original", "spectral", "unscaled")
+ADJUST_LR_FNS: tuple[str, ...] = get_args(AdjustLrFn)
+NsCoefficients = str | tuple[float, float, float] | Sequence[tuple[float, float, float]]
 
 _NS_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
@@ -128,6 +131,45 @@ def ns_dtype_of(group: Group) -> torch.dtype | None:
     return None if name is None else _NS_DTYPES[name]
 
 
+def _plain_coefficients(coefficients: NsCoefficients) -> Any:
+    """A name, or plain tuples, which checkpoints hold without pickling."""
+    if isinstance(coefficients, str) or not isinstance(coefficients, Sequence):
+        return coefficients
+    return tuple(as_tuple(step) for step in coefficients)
+
+
+@dataclass(eq=False)
+class _CommonOptions(Options):
+    """Options of both rules; :class:`hf_emopt.Muon` says what each of them means."""
+
+    lr: float | Tensor = 1e-3
+    weight_decay: float = 0.1
+    momentum: float = option(0.95, partial(check_number, high=1.0))
+    nesterov: bool = True
+    ns_coefficients: NsCoefficients = option("jordan", keep=_plain_coefficients)
+    ns_steps: int = option(5, partial(check_whole, low=1, high=100))
+    ns_dtype: torch.dtype | str | None = option(
+        None, partial(check_choice, accepted=_NS_DTYPES, or_none=True), keep=dtype_name
+    )
+    adjust_lr_fn: AdjustLrFn = "match_rms_adamw"
+    _: KW_ONLY
+    eps: float | None = option(None, partial(check_number, above=True, or_none="for the scale-free normalization"))
+    cautious_weight_decay: bool = False
+    lora: LoraMode = "separate"
+    lora_scale: LoraScale = "product"
+    lora_max_change: float = option(0.1, partial(check_number, above=True))
+
+
+@dataclass(eq=False, kw_only=True)
+class MuonOptions(_CommonOptions):
+    compat: CompatName | None = None
+
+
+@dataclass(eq=False, kw_only=True)
+class NorMuonOptions(_CommonOptions):
+    beta2: float = option(0.95, partial(check_number, high=1.0))
+
+
 class MuonRule(MatrixRule):
     """Momentum, then the nearest semi-orthogonal matrix, then a scale by shape.
 
@@ -140,33 +182,24 @@ class MuonRule(MatrixRule):
     """
 
     name: ClassVar[str] = "muon"
+    options: ClassVar[type[Options]] = MuonOptions
     steps_pairs: ClassVar[bool] = True
     tensor_parallel_modes: ClassVar[tuple[str, ...]] = ("auto", "layerwise", "duplicated", "distributed", "blockwise")
 
     def validate(self, group: Group) -> None:
-        steps, compat = group["ns_steps"], group["compat"]
-        check_number(group, "momentum", high=1.0)
-        check_whole(group, "ns_steps", 1, 100)
-        check_choice(group, "adjust_lr_fn", ADJUST_LR_FNS)
-        check_choice(group, "compat", COMPAT, or_none=True)
-        check_choice(group, "ns_dtype", _NS_DTYPES, or_none=True)
-        check_number(group, "eps", above=True, or_none="for the scale-free normalization")
-        check_flags(group, "nesterov", "cautious_weight_decay")
+        super().validate(group)
+        compat = group["compat"]
         try:
-            resolved = resolve_coefficients(group["ns_coefficients"], steps)
+            resolved = resolve_coefficients(group["ns_coefficients"], group["ns_steps"])
         except (TypeError, ValueError) as error:
             raise ValueError(f"ns_coefficients={group['ns_coefficients']!r}: {error}") from error
-        self._validate_lora(group)
+        if group["lora"] == "joint":
+            self._validate_joint(group, resolved.scaling)
         if resolved.scaling != "frobenius" and (compat is not None or group["eps"] is not None):
             given = f"compat={compat!r}" if compat is not None else f"eps={group['eps']}"
             raise ValueError(f"ns_coefficients={resolved.name!r} has a normalization of its own; leave out {given}")
 
-    def _validate_lora(self, group: Group) -> None:
-        check_choice(group, "lora_scale", LORA_SCALES)
-        check_number(group, "lora_max_change", above=True)
-        if group["lora"] != "joint":
-            return
-        scaling = resolve_coefficients(group["ns_coefficients"], group["ns_steps"]).scaling
+    def _validate_joint(self, group: Group, scaling: str) -> None:
         wrong = {
             "compat": group["compat"] is not None,
             "cautious_weight_decay": bool(group["cautious_weight_decay"]),
@@ -244,14 +277,14 @@ class MuonRule(MatrixRule):
         return update_scale(_compat(group).adjust_lr_fn or group["adjust_lr_fn"], m, n)
 
     def transform(
-        self, x: Tensor, matrix_state: dict[str, Tensor], group: Group, ok: Tensor | None, clock: Clock
+        self, x: Tensor, matrix_state: dict[str, Tensor], group: Group, ok: Tensor | None, clock: RefreshClock
     ) -> Tensor:
         return self.scaled(self.orthogonalize(x, group), group, x.dtype)
 
     def transform_pair(
         self,
-        still: Factor,
-        starting: Factor,
+        nonzero_init: Factor,
+        zero_init: Factor,
         scaling: Tensor,
         shape: tuple[int, int],
         group: Group,
@@ -260,7 +293,9 @@ class MuonRule(MatrixRule):
         # Half for each of the two terms, so that together they are at most the step of a matrix of this shape.
         size = update_scale(group["adjust_lr_fn"], *shape) / 2
         reach = group["lr"] * size / group["lora_max_change"]
-        return pair_update(still, starting, scaling, size, reach, lambda x, state: self.pair_polar(x, state, group, ok))
+        return pair_update(
+            nonzero_init, zero_init, scaling, size, reach, lambda x, state: self.pair_polar(x, state, group, ok)
+        )
 
     def pair_polar(self, x: Tensor, matrix_state: dict[str, Tensor], group: Group, ok: Tensor | None) -> Tensor:
         """The polar factor of one side of a pair ``(N, k, r)``; turning its columns turns those of the result alike."""
@@ -275,7 +310,7 @@ class MuonRule(MatrixRule):
         return group["compat"] is None
 
     def transform_unscaled(
-        self, x: Tensor, matrix_state: dict[str, Tensor], group: Group, ok: Tensor | None, clock: Clock
+        self, x: Tensor, matrix_state: dict[str, Tensor], group: Group, ok: Tensor | None, clock: RefreshClock
     ) -> tuple[Tensor, float]:
         if group["compat"] is not None:
             return super().transform_unscaled(x, matrix_state, group, ok, clock)
@@ -287,7 +322,7 @@ class MuonRule(MatrixRule):
         matrix_state: dict[str, Tensor],
         group: Group,
         ok: Tensor | None,
-        clock: Clock,
+        clock: RefreshClock,
         full_shape: tuple[int, int],
     ) -> Tensor:
         form = _compat(group)
@@ -329,7 +364,13 @@ class MuonRule(MatrixRule):
         )
 
     def transform_shard(
-        self, x: Tensor, matrix_state: dict[str, Tensor], group: Group, ok: Tensor | None, clock: Clock, shard: Shard
+        self,
+        x: Tensor,
+        matrix_state: dict[str, Tensor],
+        group: Group,
+        ok: Tensor | None,
+        clock: RefreshClock,
+        shard: Shard,
     ) -> Tensor:
         ortho = self.orthogonalize_shard(x, group, shard).to(x.dtype)
         return ortho * update_scale(group["adjust_lr_fn"], *shard.full_shape)
@@ -385,6 +426,7 @@ class NorMuonRule(MuonRule):
     """
 
     name: ClassVar[str] = "normuon"
+    options: ClassVar[type[Options]] = NorMuonOptions
     _EPS: ClassVar[float] = 1e-8
 
     def defers_scale(self, group: Group) -> bool:
@@ -392,7 +434,6 @@ class NorMuonRule(MuonRule):
 
     def validate(self, group: Group) -> None:
         super().validate(group)
-        check_number(group, "beta2", high=1.0)
         if group["compat"] is not None:
             raise ValueError(
                 f"compat={group['compat']!r} is Muon's: that implementation has no NorMuon; use compat=None"
@@ -403,7 +444,7 @@ class NorMuonRule(MuonRule):
         return {"row_second_moment": torch.zeros(batch, m, 1, dtype=state_dtype(like), device=like.device)}
 
     def transform(
-        self, x: Tensor, matrix_state: dict[str, Tensor], group: Group, ok: Tensor | None, clock: Clock
+        self, x: Tensor, matrix_state: dict[str, Tensor], group: Group, ok: Tensor | None, clock: RefreshClock
     ) -> Tensor:
         return self.scaled(self._normalized(x, matrix_state, group, ok), group, x.dtype)
 
@@ -425,7 +466,13 @@ class NorMuonRule(MuonRule):
         return normalized * (target / length)
 
     def transform_shard(
-        self, x: Tensor, matrix_state: dict[str, Tensor], group: Group, ok: Tensor | None, clock: Clock, shard: Shard
+        self,
+        x: Tensor,
+        matrix_state: dict[str, Tensor],
+        group: Group,
+        ok: Tensor | None,
+        clock: RefreshClock,
+        shard: Shard,
     ) -> Tensor:
         ortho = self.orthogonalize_shard(x, group, shard).to(x.dtype)
         moment = matrix_state["row_second_moment"]

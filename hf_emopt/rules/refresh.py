@@ -1,400 +1,382 @@
-"""When what is computed from the factors is computed anew: at once, spread over the period, or in the background.
+"""Refreshing what a rule computes from its factors (roots, eigenbases), and what happens when that fails.
 
-A refresh concerns one dimension of a block, a side, by itself. Sides of one size that are due on the same step are
-computed in one call, whatever class of blocks and dimension they belong to.
+Each factor is refreshed by itself. Factors of one size that are due on the same step are computed in one call, whatever class
+of blocks and dimension they belong to.
 """
 
 from __future__ import annotations
 
 import logging
+import warnings
 from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from functools import partial
-from typing import ClassVar, Literal
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from hf_emopt.kernels.streams import Background, Beside
+from hf_emopt.kernels.streams import SideStreams
 from hf_emopt.linalg.matmul_precision import matmul_precision
 from hf_emopt.linalg.retry_ladder import LadderReport
-from hf_emopt.rules.base import Clock, Group
-from hf_emopt.rules.blocks import BlockState, Side
-from hf_emopt.rules.refresh_results import Flight, Refreshed, Snapshot, Unread, alike_sides, of_same_blocks
+from hf_emopt.rules.base import BatchKey, Group, RefreshClock
+from hf_emopt.rules.blocks import BlockState, FactorDim
 from hf_emopt.rules.refresh_schedule import ScheduledRule
 
-__all__ = ["REFRESHES", "Refresh", "RefreshingRule"]
+__all__ = ["FIRST_PENDING", "Refresh", "Refreshed", "RefreshingRule", "Snapshot", "without_async_refresh"]
 
 logger = logging.getLogger("hf_emopt")
 
-Refresh = Literal["staggered", "synchronous", "async"]
-REFRESHES: tuple[str, ...] = ("staggered", "synchronous", "async")
+Refresh = Literal["staggered", "synchronous"]
 
-LANES = 2
-"""Streams on which refreshes of different batches run beside one another. Each keeps some memory for its CUDA graphs."""
+STREAMS = 2
+"""Streams on which batches are refreshed at the same time. Each one keeps some memory for its CUDA graphs."""
 
-LATE = -1
-"""Stands in place of the number of failures, of a side that has had no refresh though the round of the first has passed."""
+FIRST_PENDING = -1
+"""Value of ``failures`` for a factor that has had no refresh although the step of the first one has passed."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The input of a refresh: tensors ``(factors, ...)`` by name, of factors of one size.
+
+    Attributes:
+        order: number of dimensions of their blocks that have a factor.
+    """
+
+    tensors: dict[str, Tensor]
+    order: int
+
+
+@dataclass(frozen=True)
+class Refreshed:
+    """The result of a refresh.
+
+    Attributes:
+        tensors: new state ``(factors, ...)`` by name.
+        failed: ``(factors,)`` bool.
+        clean: the host knows that none failed.
+        deferred: ``failed`` has not been read, and what failed has not climbed the retry ladder.
+    """
+
+    tensors: dict[str, Tensor]
+    failed: Tensor
+    clean: bool = False
+    deferred: bool = False
+
+    def split(self, sizes: Sequence[int]) -> list[Refreshed]:
+        """Results of consecutive runs of these numbers of factors."""
+        parts = {name: value.split(list(sizes)) for name, value in self.tensors.items()}
+        return [
+            replace(self, tensors={name: values[i] for name, values in parts.items()}, failed=failed)
+            for i, failed in enumerate(self.failed.split(list(sizes)))
+        ]
+
+
+@dataclass
+class PendingRefresh:
+    """A refresh whose failures are on their way to the host.
+
+    Attributes:
+        factor_dims: the refreshed factors. Their blocks hold no gradients.
+        flags: on the host, one for each factor, in order; valid once ``arrived``.
+        options: hyperparameters of the step.
+    """
+
+    factor_dims: list[FactorDim]
+    flags: Tensor
+    arrived: torch.cuda.Event | None
+    options: Group
+
+    def read(self) -> list[bool]:
+        """The flags. The wait for them is short, since they are asked for a step later."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return self.flags.tolist()  # type: ignore[no-any-return]
 
 
 class RefreshingRule(ScheduledRule):
-    """The schedule of refreshes, their failures, and those that run in the background."""
+    """A rule that refreshes its factors on a schedule, and goes on with the old result where a refresh fails."""
 
     read_later: ClassVar[frozenset[str]] = frozenset({"cuda"})
-    """Kinds of devices on which failures are read as the step after the refresh begins, so that the host need not wait for
-    it. A rule calls :meth:`mend` there."""
+    """Device types on which failures are read when the next step begins, so that the host does not wait for the refresh."""
 
     def __init__(self) -> None:
         self.failures = 0
         self.ladder = LadderReport()
-        self._background = Background()
-        self._beside = Beside("refresh", LANES)
+        self._streams = SideStreams("refresh", STREAMS)
         self._calls = 0
-        self._flights: dict[tuple[int, int], list[Flight]] = {}
-        self._unread: dict[tuple[int, int], Unread] = {}
-        self._late: dict[tuple[int, int] | None, frozenset[tuple[int, int, int]]] = {}
-        """Of batches, which sides are late; of others the host does not know."""
+        self._pending: dict[BatchKey, PendingRefresh] = {}
+        self._first_pending: dict[BatchKey | None, frozenset[tuple[int, int, int]]] = {}
+        """For each batch, the class, dimension and number of every block whose first refresh is pending. The host knows
+        nothing of batches that are missing here."""
         self._rows: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
 
     def __getstate__(self) -> dict[str, object]:
-        """What is being computed is settled before a copy is made, by the optimizer."""
-        return {**self.__dict__, "_flights": {}, "_unread": {}, "_late": {}, "_rows": {}}
+        """A copy knows nothing of the device; the optimizer finishes pending refreshes before it is copied."""
+        return {**self.__dict__, "_pending": {}, "_first_pending": {}, "_rows": {}}
 
-    def side(self, block: BlockState, d: int, chosen: Sequence[int], order: int) -> Side:
-        """A side of some blocks. Their index on the device is kept, since they come back every period."""
+    def factor_dim(self, block: BlockState, d: int, chosen: Sequence[int], order: int) -> FactorDim:
+        """Dimension ``d`` of some blocks. Their index on the device is kept, since the same ones come back every period."""
         numbers, device = tuple(chosen), block.grads.device
         if len(numbers) == block.grads.shape[0]:
-            return Side(block, d, numbers, None, order)
+            return FactorDim(block, d, numbers, None, order)
         if (numbers, device) not in self._rows:
             if len(self._rows) > 4096:  # gradients that come and go make many subsets
-                self._beside.wait()  # which may read them still
+                self._streams.wait()  # a refresh may still read them
                 self._rows.clear()
             self._rows[numbers, device] = torch.tensor(numbers, device=device)
-        return Side(block, d, numbers, self._rows[numbers, device], order)
+        return FactorDim(block, d, numbers, self._rows[numbers, device], order)
 
     # ------------------------------------------------------------------ refresh
 
     @abstractmethod
-    def snapshot(self, side: Side, group: Group) -> dict[str, Tensor]:
-        """What a refresh of a side is computed from, which may be views of state."""
+    def snapshot(self, factor_dim: FactorDim, group: Group) -> dict[str, Tensor]:
+        """The input of a refresh of one dimension of some blocks. It may be views of state."""
 
     @abstractmethod
-    def compute(self, snapshot: Snapshot, group: Group, first: bool, unread: bool = False) -> Refreshed:
-        """The refresh itself: a function of the snapshot alone, so that it may run on the side.
+    def compute(self, snapshot: Snapshot, group: Group, first: bool, deferred: bool = False) -> Refreshed:
+        """Refreshes the factors of a snapshot. Writes no state.
 
         Args:
-            first: these sides have never been refreshed; all of the first round are, and those that were late.
-            unread: leave what fails as failed, if that spares a read of the device.
+            first: this is the first refresh of these factors.
+            deferred: report failures instead of climbing the retry ladder, where that spares a read of the device.
         """
 
     @abstractmethod
-    def install(self, sides: Sequence[Side], new: Sequence[Refreshed], keep: Sequence[Tensor], group: Group) -> None:
-        """Puts a refresh to use.
+    def install(
+        self, dims: Sequence[FactorDim], new: Sequence[Refreshed], keep: Sequence[Tensor], group: Group
+    ) -> None:
+        """Writes a refresh to the state.
 
         Args:
-            sides: dimensions of the same blocks.
-            new: the result for each.
-            keep: for each, one bool a block: stay with the old.
+            dims: dimensions of the same blocks.
+            new: the result for each dimension.
+            keep: for each dimension, ``(blocks,)`` bool: leave the old result.
         """
-
-    @abstractmethod
-    def refreshed_names(self, group: Group) -> tuple[str, ...]:
-        """State that a refresh makes anew, by its name without class and dimension."""
 
     def refresh(
         self,
         blocks: Sequence[BlockState],
         group: Group,
         ok: Tensor | None,
-        clock: Clock,
+        clock: RefreshClock,
         where: AbstractContextManager[None] | None = None,
     ) -> None:
-        """Refreshes the sides that are due, now or in the background.
+        """Refreshes the factors that are due.
 
         Args:
-            where: entered for sides that have been refreshed before; the first refresh decomposes them and waits for that.
+            where: a context for factors that have been refreshed before. The first refresh decomposes them in full and waits
+                for the result, so it runs outside.
         """
-        in_background = group["refresh"] == "async"
-        if in_background:
-            self._install_arrivals(blocks, group, clock)
         first, again = self.due(blocks, group, clock)
-        late, again = self._late_among(again, blocks, group, clock.key)
-        if first or late:
-            self.refresh_now([*first, *late], group, True, ok)
-            if clock.key is None:  # these are some of a batch: which, is not known here
-                self._late.clear()
-            else:  # it has waited for the device already
-                self._late[clock.key] = self._which_late(blocks, group)
-        if again and in_background:
-            self._launch(again, group, ok, clock)
-        elif again:
+        pending, again = self._first_pending_among(again, blocks, group, clock.key)
+        if first or pending:
+            self.refresh_now([*first, *pending], group, True, ok)
+            if clock.key is None:  # the blocks are some of a batch, and the host does not know which
+                self._first_pending.clear()
+            else:  # the refresh has waited for the device already
+                self._first_pending[clock.key] = self._read_first_pending(blocks, group)
+        if again:
             with where or nullcontext():
                 self.refresh_now(again, group, False, ok, clock.key)
 
     def refresh_now(
         self,
-        sides: Sequence[Side],
+        dims: Sequence[FactorDim],
         group: Group,
         first: bool,
         ok: Tensor | None,
-        key: tuple[int, int] | None = None,
+        key: BatchKey | None = None,
     ) -> None:
-        """Refreshes the sides and puts the result to use.
+        """Refreshes factors and writes the result.
 
         Args:
-            key: of the batch, where what fails may climb the ladder in its next step.
+            key: the batch whose failures may be retried in its next step; ``None`` to retry them at once.
         """
-        results: list[tuple[Side, Refreshed]] = []
-        none: dict[int, Tensor] = {}
-        unread = key is not None and sides[0].block.grads.device.type in self.read_later
-        for rows in [side.rows for side in sides if side.rows is not None and side.rows.is_cuda]:
-            rows.record_stream(torch.cuda.current_stream(rows.device))  # a lane's, which may outlive this rule
-        for alike in alike_sides(sides):
-            snapshot, sizes = self._snapshot(alike, group, copy=False), [len(s.chosen) for s in alike]
-            results += zip(alike, self.compute(snapshot, group, first, unread).split(sizes))
+        results: list[tuple[FactorDim, Refreshed]] = []
+        unseen: dict[int, Tensor] = {}
+        deferred = key is not None and dims[0].block.grads.device.type in self.read_later
+        for rows in [dim.rows for dim in dims if dim.rows is not None and dim.rows.is_cuda]:
+            rows.record_stream(torch.cuda.current_stream(rows.device))  # a side stream, which may outlive this rule
+        alike: dict[tuple[int, int], list[FactorDim]] = {}
+        for dim in dims:
+            alike.setdefault((dim.block.sizes[dim.d], dim.order), []).append(dim)
+        for together in alike.values():
+            snapshot, sizes = self._snapshot(together, group), [len(dim.chosen) for dim in together]
+            results += zip(together, self.compute(snapshot, group, first, deferred).split(sizes))
             if first:
-                none |= zip(map(id, alike), _has_none(snapshot, ok).split(sizes))
-        for same in of_same_blocks(results):
+                unseen |= zip(map(id, together), _unseen(snapshot, ok).split(sizes))
+        of_blocks: dict[tuple[int, tuple[int, ...]], list[tuple[FactorDim, Refreshed]]] = {}
+        for dim, new in results:
+            of_blocks.setdefault((dim.block.index, dim.chosen), []).append((dim, new))
+        for same in of_blocks.values():
+            same.sort(key=lambda pair: pair[0].d)
             keep = [new.failed if ok is None else new.failed | ~ok for _, new in same]
-            keep = [kept | none[id(side)] if first else kept for kept, (side, _) in zip(keep, same)]
-            self.install([side for side, _ in same], [new for _, new in same], keep, group)
-        later = [(side, new) for side, new in results if new.unread]
-        if key is not None and later:
-            self._read_later(key, later, group, ok)
-        for side, new in results:
+            keep = [kept | unseen[id(dim)] if first else kept for kept, (dim, _) in zip(keep, same)]
+            self.install([dim for dim, _ in same], [new for _, new in same], keep, group)
+        if key is not None and any(new.deferred for _, new in results):
+            self._read_later(key, [(dim, new) for dim, new in results if new.deferred], group, ok)
+        for dim, new in results:
             if first:
-                self.note_failures(side, new.failed & ~none[id(side)], group, new.clean)
-                side.put("failures", side.take("failures").masked_fill(none[id(side)], LATE))
-            elif not new.unread:
-                self.note_failures(side, new.failed, group, new.clean)
+                self._note_failures(dim, new.failed & ~unseen[id(dim)], group, new.clean)
+                dim.put("failures", dim.take("failures").masked_fill(unseen[id(dim)], FIRST_PENDING))
+            elif not new.deferred:
+                self._note_failures(dim, new.failed, group, new.clean)
 
-    # ------------------------------------------------------------------ sides that are late
+    def _snapshot(self, alike: Sequence[FactorDim], group: Group) -> Snapshot:
+        parts = [self.snapshot(dim, group) for dim in alike]
+        if len(parts) == 1:
+            return Snapshot(parts[0], alike[0].order)
+        return Snapshot({name: torch.cat([part[name] for part in parts]) for name in parts[0]}, alike[0].order)
 
-    def _which_late(self, blocks: Sequence[BlockState], group: Group) -> frozenset[tuple[int, int, int]]:
-        """Of a batch: class, dimension and number of the block. A read of the device."""
+    def refresh_on_side_stream(
+        self, blocks: Sequence[BlockState], group: Group, ok: Tensor | None, clock: RefreshClock, device: torch.device
+    ) -> None:
+        """Does what :meth:`refresh` does, where possible on a side stream that runs until :meth:`join`."""
+        possible = clock.undisturbed and clock.key is not None
+        # A CUDA graph of the step has to end with the step.
+        if not possible or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+            self.refresh(blocks, group, ok, clock)
+            return
+        index, state = self._calls % STREAMS, blocks[0].state  # of all blocks of the batch
+        self._calls += 1
+        used = [x for x in (*state.values(), ok) if x is not None and x.device == device]
+        self.refresh(blocks, group, ok, clock, self._streams.on(device, index, used))
+
+    def join(self) -> None:
+        self._calls = 0  # a period later the same batch is on the same stream, which has its graph
+        # A stream that is recorded has waited for everything before.
+        if self._streams.is_used and not torch.cuda.is_current_stream_capturing():
+            self._streams.wait()
+
+    # ------------------------------------------------------------------ the first refresh, made up for
+
+    def _read_first_pending(self, blocks: Sequence[BlockState], group: Group) -> frozenset[tuple[int, int, int]]:
+        """Class, dimension and number of the blocks whose first refresh is pending. Reads the device."""
         places = [(block, d) for block in blocks for d in self.factored(block, group)]
         counts = [block.tensor("failures", d) for block, d in places]
-        flags: list[bool] = (torch.cat(counts) == LATE).tolist() if counts else []
+        flags: list[bool] = (torch.cat(counts) == FIRST_PENDING).tolist() if counts else []
         found = set()
         for (block, d), count in zip(places, counts):
             found |= {(block.index, d, number) for number in range(len(count)) if flags[number]}
             flags = flags[len(count) :]
         return frozenset(found)
 
-    def _late_among(
-        self, sides: list[Side], blocks: Sequence[BlockState], group: Group, key: tuple[int, int] | None
-    ) -> tuple[list[Side], list[Side]]:
-        """Sides that were late and have had a gradient by now, and those that are not late; who still has had none (an idle
-        expert) is in neither. Where the host does not know who is late, it asks once."""
-        if not sides:
+    def _first_pending_among(
+        self, dims: list[FactorDim], blocks: Sequence[BlockState], group: Group, key: BatchKey | None
+    ) -> tuple[list[FactorDim], list[FactorDim]]:
+        """The factors whose first refresh is pending and that have had a gradient by now, and those with a first refresh.
+
+        A factor that still has had no gradient (of an idle expert) is in neither. Reads the device if the host does not know.
+        """
+        if not dims:
             return [], []
         if key is None:
-            flags = (torch.cat([side.take("failures") for side in sides]) == LATE).tolist()
+            flags = (torch.cat([dim.take("failures") for dim in dims]) == FIRST_PENDING).tolist()
         else:
-            if key not in self._late:
-                self._late[key] = self._which_late(blocks, group)
-            known = self._late[key]
-            flags = [(side.block.index, side.d, number) in known for side in sides for number in side.chosen]
+            if key not in self._first_pending:
+                self._first_pending[key] = self._read_first_pending(blocks, group)
+            known = self._first_pending[key]
+            flags = [(dim.block.index, dim.d, number) in known for dim in dims for number in dim.chosen]
         if not any(flags):
-            return [], sides
-        late, again = self._divided(sides, flags)
-        snapshots = [self._snapshot([side], group, copy=False) for side in late]
-        late, _ = self._divided(late, torch.cat([~_has_none(s, None) for s in snapshots]).tolist())
-        return late, again
+            return [], dims
+        pending, again = self._divided(dims, flags)
+        snapshots = [self._snapshot([dim], group) for dim in pending]
+        pending, _ = self._divided(pending, torch.cat([~_unseen(s, None) for s in snapshots]).tolist())
+        return pending, again
 
-    def _divided(self, sides: Sequence[Side], flags: list[bool]) -> tuple[list[Side], list[Side]]:
-        """Those parts of sides that a flag for each block, in order, says yes to, and the others."""
-        found: dict[bool, list[Side]] = {True: [], False: []}
-        for side in sides:
-            own, flags = flags[: len(side.chosen)], flags[len(side.chosen) :]
+    def _divided(self, dims: Sequence[FactorDim], flags: list[bool]) -> tuple[list[FactorDim], list[FactorDim]]:
+        """The factors whose flag is true, and the others. ``flags`` has one for each block of each dimension, in order."""
+        found: dict[bool, list[FactorDim]] = {True: [], False: []}
+        for dim in dims:
+            own, flags = flags[: len(dim.chosen)], flags[len(dim.chosen) :]
             for answer, those in found.items():
-                numbers = [number for number, flag in zip(side.chosen, own) if flag is answer]
-                those += [self.side(side.block, side.d, numbers, side.order)] if numbers else []
+                numbers = [number for number, flag in zip(dim.chosen, own) if flag is answer]
+                those += [self.factor_dim(dim.block, dim.d, numbers, dim.order)] if numbers else []
         return found[True], found[False]
 
-    def may_be_late(self, key: tuple[int, int] | None) -> bool:
-        """Whether a side of the batch is late, or nobody knows."""
-        return key not in self._late or bool(self._late[key])
+    def may_await_first(self, key: BatchKey | None) -> bool:
+        """Whether a first refresh in the batch is pending, or the host does not know."""
+        return key not in self._first_pending or bool(self._first_pending[key])
 
-    # ------------------------------------------------------------------ failures, a step later
+    # ------------------------------------------------------------------ failures, read a step later
 
     def _read_later(
-        self, key: tuple[int, int], results: Sequence[tuple[Side, Refreshed]], group: Group, ok: Tensor | None
+        self, key: BatchKey, results: Sequence[tuple[FactorDim, Refreshed]], group: Group, ok: Tensor | None
     ) -> None:
-        """Sends to the host which sides failed. A failed side keeps its count until it has climbed the ladder."""
-        sides = []
-        for side, new in results:
-            side.put("failures", side.take("failures") * new.failed)
-            grads = side.block.grads.new_zeros(()).expand(side.block.grads.shape)  # the shape, without the memory
-            sides.append(replace(side, block=replace(side.block, grads=grads)))
+        """Sends the failures to the host. A factor that failed keeps its count until it has climbed the retry ladder."""
+        dims = []
+        for dim, new in results:
+            dim.put("failures", dim.take("failures") * new.failed)
+            grads = dim.block.grads.new_zeros(()).expand(dim.block.grads.shape)  # the shape, without the memory
+            dims.append(replace(dim, block=replace(dim.block, grads=grads)))
         failed = torch.cat([new.failed for _, new in results])
         flags = (failed if ok is None else failed & ok).to("cpu", non_blocking=True)
         arrived = None
         if failed.is_cuda:
             arrived = torch.cuda.Event()
             arrived.record(torch.cuda.current_stream(failed.device))
-        self._unread[key] = Unread(sides, flags, arrived, dict(group))
+        self._pending[key] = PendingRefresh(dims, flags, arrived, dict(group))
 
-    def refresh_beside(
-        self, blocks: Sequence[BlockState], group: Group, ok: Tensor | None, clock: Clock, device: torch.device
-    ) -> None:
-        """:meth:`refresh` beside what follows, in the step and after it, until somebody asks for the state (:meth:`join`)."""
-        possible = clock.undisturbed and clock.key is not None and group["refresh"] != "async"
-        # What somebody records has to end with the step.
-        if not possible or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-            self.refresh(blocks, group, ok, clock)
-            return
-        lane, state = self._calls % LANES, blocks[0].state  # of all blocks of the batch
-        self._calls += 1
-        used = [x for x in (*state.values(), ok) if x is not None and x.device == device]
-        self.refresh(blocks, group, ok, clock, self._beside.on(device, lane, used))
-
-    def join(self) -> None:
-        self._calls = 0  # a period later the same batch is on the same lane, which has its graph
-        # Who records has waited for all that went before.
-        if self._beside.is_used and not torch.cuda.is_current_stream_capturing():
-            self._beside.wait()
-
-    def mend(self, key: tuple[int, int] | None, state: dict[str, Tensor]) -> None:
-        """Refreshes again, with the ladder, what failed in the batch's last step; before anything else of the next one.
-
-        It belongs to the last step: it is computed from what that one left, which is also what is there when a checkpoint
-        is saved between the two, and a next step that is skipped does not keep it from use.
-        """
-        if key is None:
-            return
-        unread = self._unread.pop(key, None)
-        if unread is None:
-            return
-        flags = unread.read()
-        self.ladder += LadderReport(flags.count(False))
-        broken = []
-        for side in unread.sides:
-            own, flags = flags[: len(side.chosen)], flags[len(side.chosen) :]
-            numbers = [number for number, failed in zip(side.chosen, own) if failed]
-            if numbers:
-                side.block.state = state
-                broken.append(self.side(side.block, side.d, numbers, side.order))
-        if broken:
-            self._beside.wait()  # libraries keep some memory for all streams
-            with matmul_precision(unread.options["matmul_precision"]):
-                self.refresh_now(broken, unread.options, False, None)
-
-    def to_mend(self, key: tuple[int, int]) -> frozenset[int]:
-        unread = self._unread.get(key)
-        if unread is None:
+    def to_retry(self, key: BatchKey) -> frozenset[int]:
+        pending = self._pending.get(key)
+        if pending is None:
             return frozenset()
-        numbers = [(side.block.count, number) for side in unread.sides for number in side.chosen]
-        return frozenset(number // count for (count, number), failed in zip(numbers, unread.read()) if failed)
+        flags = pending.read()
+        if not any(flags):
+            self.finish_pending(key, {})
+        blocks = [(dim.block.count, number) for dim in pending.factor_dims for number in dim.chosen]
+        return frozenset(number // count for (count, number), failed in zip(blocks, flags) if failed)
 
-    def _snapshot(self, alike: Sequence[Side], group: Group, copy: bool) -> Snapshot:
-        parts = [self.snapshot(side, group) for side in alike]
-        if len(parts) > 1:
-            tensors = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-        else:
-            tensors = {name: value.clone() if copy else value for name, value in parts[0].items()}
-        return Snapshot(tensors, alike[0].order)
+    def finish_pending(self, key: BatchKey | None, matrix_state: dict[str, Tensor]) -> None:
+        """Retries, on the retry ladder, the refreshes that failed in the batch's last step.
 
-    # ------------------------------------------------------------------ in the background
+        The retry belongs to the last step and comes before anything else of the next one. It is computed from the state that
+        the last step left, which is also the state of a checkpoint that is saved between the two. A next step that is skipped
+        does not undo it.
+        """
+        pending = None if key is None else self._pending.pop(key, None)
+        if pending is None:
+            return
+        flags = pending.read()
+        self.ladder += LadderReport(flags.count(False))
+        for dim in pending.factor_dims:
+            dim.block.state = matrix_state
+        failed, _ = self._divided(pending.factor_dims, flags)
+        if failed:
+            self._streams.wait()  # libraries keep some memory for all streams
+            with matmul_precision(pending.options["matmul_precision"]):
+                self.refresh_now(failed, pending.options, False, None)
 
-    def _launch(self, sides: Sequence[Side], group: Group, ok: Tensor | None, clock: Clock) -> None:
-        """Begins a refresh whose results will wait in ``next_*`` until their round comes."""
-        options = dict(group)  # as it is now; the learning rate and its like may change meanwhile
-        skipped = None if ok is None else ~ok
-        for side in sides:
-            side.block.tensor("pending", side.d)[list(side.chosen)] = self.delay(group)
-        for alike in alike_sides(sides):
-            snapshot = self._snapshot(alike, group, copy=True)
-            if clock.key is None:  # some of the batch are absent, and this state is a copy: nowhere to deliver to later
-                self._deliver(alike, self.compute(snapshot, options, first=False), skipped)
-                continue
-            device = alike[0].block.grads.device
-            result = self._background.submit(device, partial(self.compute, snapshot, options, first=False))
-            self._flights.setdefault(clock.key, []).append(Flight(alike, result, skipped))
+    def forget(self, key: BatchKey | None = None) -> None:
+        for known in (self._first_pending, self._pending):
+            if key is None:
+                known.clear()
+            else:
+                known.pop(key, None)
 
-    def _deliver(self, sides: Sequence[Side], new: Refreshed, skipped: Tensor | None) -> None:
-        for side, part in zip(sides, new.split([len(s.chosen) for s in sides])):
-            for name in part.tensors:
-                side.put(f"next_{name}", part.tensors[name])
-            side.put("next_failed", part.failed)
-            side.put(
-                "next_skipped", torch.zeros_like(part.failed) if skipped is None else skipped.expand_as(part.failed)
-            )
+    def init_failures(self, shape: Sequence[int], group: Group, device: torch.device) -> dict[str, Tensor]:
+        """Counters of failed refreshes in a row, one for each factor of a batch of this shape."""
+        return {
+            f"failures.{index}.{d}": torch.zeros(shape[0], c.count, dtype=torch.int32, device=device)
+            for index, c in enumerate(self.grid(shape[1:], group).classes)
+            for d, size in enumerate(c.sizes)
+            if self.has_factor(size, group)
+        }
 
-    def forget(self) -> None:
-        self._unread.clear()
-
-    def forget_batches(self) -> None:
-        self._late.clear()
-
-    def forget_batch(self, key: tuple[int, int]) -> None:
-        self._late.pop(key, None)
-        self._unread.pop(key, None)
-        for flight in self._flights.pop(key, []):
-            self._background.wait(flight.result)  # whose results were for what was there
-
-    def in_flight(self, key: tuple[int, int]) -> bool:
-        return bool(self._flights.get(key)) or key in self._unread
-
-    def settle(self, key: tuple[int, int], storage: dict[str, Tensor]) -> None:
-        """Waits for what is being computed for a batch and writes it to the batch's state."""
-        self.mend(key, storage)
-        for flight in self._flights.pop(key, []):
-            for side in flight.sides:
-                side.block.state = storage
-            self._deliver(flight.sides, self._background.wait(flight.result), flight.skipped)
-
-    def _install_arrivals(self, blocks: Sequence[BlockState], group: Group, clock: Clock) -> None:
-        arrived: list[tuple[Side, Refreshed]] = []
-        for block in blocks:
-            dims = self.factored(block, group)
-            for d in dims:
-                pending = block.tensor("pending", d)
-                numbers = (pending == 1).nonzero().flatten().tolist()  # on the host, always
-                pending.sub_(1).clamp_(min=0)
-                if not numbers:
-                    continue
-                if clock.key is not None:
-                    self.settle(clock.key, block.state)
-                side = self.side(block, d, numbers, len(dims))
-                parts = {name: side.take(f"next_{name}") for name in self.refreshed_names(group)}
-                arrived.append((side, Refreshed(parts, side.take("next_failed"))))
-        for same in of_same_blocks(arrived):
-            keep = [new.failed | side.take("next_skipped") for side, new in same]
-            self.install([side for side, _ in same], [new for _, new in same], keep, group)
-        for side, new in arrived:
-            self.note_failures(side, new.failed & ~side.take("next_skipped"), group)
-
-    def init_arrivals(self, state: dict[str, Tensor], shape: Sequence[int], group: Group) -> None:
-        """Adds the counters of failures to fresh state, and the waiting room of asynchronous refreshes."""
-        like = state["count"]
-        for index, c in enumerate(self.grid(shape[1:], group).classes):
-            lead = (shape[0], c.count)
-            for d, size in enumerate(c.sizes):
-                if not self.has_factor(size, group):
-                    continue
-                side = f"{index}.{d}"
-                state[f"failures.{side}"] = torch.zeros(lead, dtype=torch.int32, device=like.device)
-                if group["refresh"] != "async":
-                    continue
-                state[f"pending.{side}"] = torch.zeros(lead, dtype=torch.int64)  # read by the host at every step
-                for name in ("next_failed", "next_skipped"):
-                    state[f"{name}.{side}"] = torch.zeros(lead, dtype=torch.bool, device=like.device)
-                for name in self.refreshed_names(group):
-                    state[f"next_{name}.{side}"] = torch.zeros_like(state[f"{name}.{side}"])
-
-    # ------------------------------------------------------------------ failures
-
-    def note_failures(self, side: Side, failed: Tensor, group: Group, clean: bool = False) -> None:
-        """Counts sides whose refresh failed and that go on with what they had; raises when one fails too often in a row.
+    def _note_failures(self, dim: FactorDim, failed: Tensor, group: Group, clean: bool = False) -> None:
+        """Counts failed refreshes. The factors go on with their old result.
 
         Args:
-            clean: the host knows that none failed; otherwise the device is read once.
+            clean: the host knows that none failed; otherwise this reads the device.
+
+        Raises:
+            RuntimeError: when a factor has failed more than ``tolerated_failures`` times in a row.
         """
-        consecutive = (side.take("failures").clamp_min(0) + 1) * failed
-        side.put("failures", consecutive)
+        consecutive = (dim.take("failures").clamp_min(0) + 1) * failed
+        dim.put("failures", consecutive)
         number = 0 if clean else int(failed.sum())
         if not number:
             return
@@ -412,8 +394,37 @@ class RefreshingRule(ScheduledRule):
             )
 
 
-def _has_none(snapshot: Snapshot, ok: Tensor | None) -> Tensor:
-    """For each block, whether its first refresh must be put off: the step is skipped, or there was no gradient but zeros, as
-    there is none of an adapter whose other one starts as zero. Such a side is late, and has it when its next one is due."""
+def without_async_refresh(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's ``state_dict`` without what ``refresh="async"`` of earlier versions left in it.
+
+    Such groups are refreshed as ``"staggered"``, with a warning. Results that were under way are dropped: the factors keep
+    their old result until they are due again.
+    """
+    if not any("async_delay" in group or group.get("refresh") == "async" for group in state_dict["param_groups"]):
+        return state_dict
+    groups = [{key: value for key, value in g.items() if key != "async_delay"} for g in state_dict["param_groups"]]
+    asynchronous = [group for group in groups if group.get("refresh") == "async"]
+    if not asynchronous:
+        return {**state_dict, "param_groups": groups}
+    for group in asynchronous:
+        group["refresh"] = "staggered"
+    warnings.warn(
+        "the optimizer state was saved with refresh='async', which this version does not have: it goes on with "
+        "refresh='staggered', and refreshes that were under way are dropped",
+        stacklevel=3,
+    )
+    state = {
+        index: {key: value for key, value in entry.items() if not key.startswith(("pending.", "next_"))}
+        for index, entry in state_dict["state"].items()
+    }
+    return {**state_dict, "param_groups": groups, "state": state}
+
+
+def _unseen(snapshot: Snapshot, ok: Tensor | None) -> Tensor:
+    """For each factor, whether its first refresh must wait: the step is skipped, or all gradients so far were zero.
+
+    A LoRA factor has gradients of zero as long as the other factor is zero. The first refresh is then made when the factor is
+    due next.
+    """
     seen = snapshot.tensors["factor"].diagonal(dim1=-2, dim2=-1).amax(-1) != 0
     return ~seen if ok is None else ~(seen & ok)

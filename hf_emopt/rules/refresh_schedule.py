@@ -1,5 +1,4 @@
-"""When the sides of a rule's factors are due for what is computed from them: a function of shapes, hyperparameters and the
-count of steps alone."""
+"""On which step a factor is due for a refresh: a function of shapes, hyperparameters and counts of steps alone."""
 
 from __future__ import annotations
 
@@ -8,27 +7,27 @@ from collections.abc import Sequence
 
 import torch
 
-from hf_emopt.rules.base import Clock, Group, MatrixRule
-from hf_emopt.rules.blocks import BlockGrid, BlockState, Side
+from hf_emopt.rules.base import Group, MatrixRule, RefreshClock
+from hf_emopt.rules.blocks import BlockGrid, BlockState, FactorDim
 
 __all__ = ["CALL_COST", "ScheduledRule"]
 
-_CALL_SIDE = {"cpu": 128, "cuda": 2048}
-"""The side of a matrix whose refresh alone takes as long as what every call costs besides (launches, checks, the host's
-wait). Measured for SOAP and Shampoo: a side of 1150 to 1900 on an H200, for which the next power of two stands here; on a CPU
-next to nothing, for which 128 does. Other devices are taken for a GPU."""
+_CALL_DIM = {"cpu": 128, "cuda": 2048}
+"""The dimension of a factor whose refresh takes as long as the fixed cost of a call (launches, checks, the wait of the host).
+Measured for SOAP and Shampoo: 1150 to 1900 on an H200, rounded up to a power of two here, and next to nothing on a CPU, for
+which 128 stands. Other devices count as a GPU."""
 
-_SMALL_SIDE = {"cpu": 1000, "cuda": 0}
-"""A refresh of side ``s`` takes ``s^2 (s + this)``: on a CPU small matrices are slower than their cubes, 704 taking 8 (eigh)
-to 11 (orthogonal iteration) times as long as 256."""
+_SMALL_DIM = {"cpu": 1000, "cuda": 0}
+"""A refresh of dimension ``s`` takes ``s^2 (s + this)``. On a CPU small matrices are slower than their cubes say: 704 takes 8
+(eigh) to 11 (orthogonal iteration) times as long as 256."""
 
 CALL_COST = 10**9
-"""What a call costs of its own, beside the work on its sides, in the unit of periodic costs: a billionth of it, so that they
-are integers, which all ranks round alike."""
+"""Fixed cost of a call, in the unit of periodic costs. The unit is a billionth of it, so that costs are integers, which all
+ranks round alike."""
 
 
 class ScheduledRule(MatrixRule):
-    """Which sides of which blocks are preconditioned, what that costs, and in which steps each is due."""
+    """A rule with factors: which dimensions of which blocks have one, what a refresh costs, and on which step each is due."""
 
     scheduled = True
 
@@ -38,83 +37,76 @@ class ScheduledRule(MatrixRule):
 
     @abstractmethod
     def has_factor(self, size: int, group: Group) -> bool:
-        """Whether a side of a block is preconditioned."""
+        """Whether a dimension of a block of this size has a factor."""
 
     def factored(self, block: BlockState, group: Group) -> list[int]:
-        """Dimensions of a block that have a factor."""
+        """The dimensions of a block that have a factor."""
         return [d for d, size in enumerate(block.sizes) if self.has_factor(size, group)]
 
     def period(self, group: Group) -> int:
         return int(group["precondition_frequency"])
 
     def periodic_costs(self, m: int, n: int, group: Group) -> tuple[int, ...]:
-        """One piece for each preconditioned side of each block, where a call costs :data:`CALL_COST`."""
+        """One cost for each factor of each block, where a call costs :data:`CALL_COST`."""
         params = group.get("params") or [torch.empty(0)]
         device = "cpu" if params[0].device.type in ("cpu", "meta") else "cuda"
-        call, small = _CALL_SIDE[device], _SMALL_SIDE[device]
-        matrix_view = call**2 * (call + small)
+        call, small = _CALL_DIM[device], _SMALL_DIM[device]
+        unit = call**2 * (call + small)
         return tuple(
-            max(1, s**2 * (s + small) * CALL_COST // matrix_view)
+            max(1, s**2 * (s + small) * CALL_COST // unit)
             for c in self.grid((m, n), group).classes
             for _ in range(c.count)
             for s in c.sizes
             if self.has_factor(s, group)
         )
 
-    def first_round(self, group: Group) -> int:
-        """The round of the first refresh, the same for all sides; periods are counted from it."""
+    def first_refresh_step(self, group: Group) -> int:
+        """The param step of the first refresh, which is the same for all factors. Periods are counted from it."""
         return 1
 
-    def due(self, blocks: Sequence[BlockState], group: Group, clock: Clock) -> tuple[list[Side], list[Side]]:
-        """Sides to refresh now: those that have never been, and the others.
+    def due(
+        self, blocks: Sequence[BlockState], group: Group, clock: RefreshClock
+    ) -> tuple[list[FactorDim], list[FactorDim]]:
+        """The factors that are due for their first refresh, and those that are due again.
 
-        The first time is the same for all: to spread work that is done once saves no time, and blocks would go without.
+        The first refresh is on the same step for all factors: it is done once, so that spreading it saves no time, and blocks
+        would go without it meanwhile.
         """
-        period, start = self.period(group), self.first_round(group)
+        period, start = self.period(group), self.first_refresh_step(group)
         synchronous = group["refresh"] == "synchronous"
-        first: list[Side] = []
-        again: list[Side] = []
+        first: list[FactorDim] = []
+        again: list[FactorDim] = []
         for block in blocks:
             dims = self.factored(block, group)
             for k, d in enumerate(dims):
                 new: list[int] = []
                 old: list[int] = []
-                for i, rounds in enumerate(clock.rounds):
-                    if rounds < start:
+                for i, step in enumerate(clock.param_steps):
+                    if step < start:
                         continue
                     for j in range(block.count):
-                        slot = 0 if synchronous else clock.slots[i][block.first_piece + j * len(dims) + k]
-                        if rounds == start:
+                        due = 0 if synchronous else clock.refresh_steps[i][block.first_piece + j * len(dims) + k]
+                        if step == start:
                             new.append(i * block.count + j)
-                        elif (rounds - start) % period == slot:
+                        elif (step - start) % period == due:
                             old.append(i * block.count + j)
-                first += [self.side(block, d, new, len(dims))] if new else []
-                again += [self.side(block, d, old, len(dims))] if old else []
+                first += [self.factor_dim(block, d, new, len(dims))] if new else []
+                again += [self.factor_dim(block, d, old, len(dims))] if old else []
         return first, again
 
-    def refreshed_before(self, block: BlockState, group: Group, clock: Clock) -> list[bool]:
-        """For each block, whether it has had a refresh, one in this round counted."""
-        start = self.first_round(group)
-        return [rounds >= start for rounds in clock.rounds for _ in range(block.count)]
+    def refreshed_before(self, block: BlockState, group: Group, clock: RefreshClock) -> list[bool]:
+        """For each block, whether the step of its first refresh has come."""
+        start = self.first_refresh_step(group)
+        return [step >= start for step in clock.param_steps for _ in range(block.count)]
 
-    def refresh_age(self, rounds: int, slots: Sequence[int], group: Group) -> int | None:
-        start, delay = self.first_round(group), self.delay(group)
-        if rounds < start or not slots:
+    def refresh_age(self, param_steps: int, refresh_steps: Sequence[int], group: Group) -> int | None:
+        since = param_steps - self.first_refresh_step(group)
+        if since < 0 or not refresh_steps:
             return None
-        ages = []
-        for slot in slots:
-            since = rounds - delay - start - (0 if group["refresh"] == "synchronous" else slot)
-            # Before a piece's own turn has come it has what all got in the first round.
-            ages.append(rounds - start if since < 0 else since % self.period(group) + delay)
-        return min(max(ages), rounds - start)
+        due = [0] if group["refresh"] == "synchronous" else refresh_steps
+        # Before its own turn comes, a factor has the result of the first refresh.
+        return max(since if since < step else (since - step) % self.period(group) for step in due)
 
     @abstractmethod
-    def side(self, block: BlockState, d: int, chosen: Sequence[int], order: int) -> Side:
-        """A side of some blocks."""
-
-    def delay(self, group: Group) -> int:
-        """Rounds between the launch of an asynchronous refresh and its use."""
-        if group["refresh"] != "async":
-            return 0
-        given = group["async_delay"]
-        return int(max(1, group["precondition_frequency"] // 2) if given is None else given)
+    def factor_dim(self, block: BlockState, d: int, chosen: Sequence[int], order: int) -> FactorDim:
+        """Dimension ``d`` of the blocks with these numbers."""

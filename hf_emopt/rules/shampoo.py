@@ -8,8 +8,9 @@ algorithm 1. KL-Shampoo: W. Lin et al., arXiv:2509.03378.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -19,23 +20,58 @@ from hf_emopt.linalg.inverse_root import RootSolver, inverse_root
 from hf_emopt.linalg.retry_ladder import with_ladder
 from hf_emopt.linalg.symmetric_batches import finite_blocks
 from hf_emopt.rules.adam_direction import adam_direction
-from hf_emopt.rules.base import Clock, Group
-from hf_emopt.rules.blocks import BlockState, Side, half_mode_products, mode_products, peak_of_positive, rounded, unfold
+from hf_emopt.rules.base import Group, RefreshClock
+from hf_emopt.rules.blocks import (
+    BlockState,
+    FactorDim,
+    half_mode_products,
+    mode_products,
+    peak_of_positive,
+    rounded,
+    unfold,
+)
 from hf_emopt.rules.condition_number import condition_of_root
-from hf_emopt.rules.kronecker import FACTOR_DTYPES, Gate, KroneckerRule, gate_of
-from hf_emopt.rules.refresh import LATE
-from hf_emopt.rules.refresh_results import Refreshed, Snapshot
-from hf_emopt.rules.validation import check_betas, check_choice, check_flags, check_number, check_whole
+from hf_emopt.rules.kronecker import Gate, KroneckerOptions, KroneckerRule, gate_of, result_dtype
+from hf_emopt.rules.options import Options, as_tuple, check_betas, check_flags, check_number, check_whole, option
+from hf_emopt.rules.refresh import FIRST_PENDING, Refreshed, Snapshot
 
-__all__ = ["GRAFTING", "Grafting", "KLShampooRule", "ShampooRule"]
+__all__ = ["Grafting", "KLShampooRule", "ShampooOptions", "ShampooRule"]
 
 Grafting = Literal["adam", "rmsprop", "adagrad", "sgd", "none"]
-GRAFTING: tuple[str, ...] = ("adam", "rmsprop", "adagrad", "sgd", "none")
+RootSolverChoice = Literal["auto", RootSolver]
 
 _GRAFT_FLOOR = 1e-16
 # An iteration of products cannot tell a smaller eigenvalue from rounding, and would not converge on it. In float16 factors
 # are split, and 1e-6 did for sides of up to 1408; of those of 2048 some fell back, since tensor cores cut long sums.
 _RELATIVE_EPSILON = {"highest": 1e-6, "bf16x3": 1e-5, "tf32": 1e-3, "tf32_emulated": 1e-3, "fp16": 1e-5}
+
+
+def _plain_exponents(exponents: float | Mapping[int, float] | None) -> Any:
+    return dict(exponents) if isinstance(exponents, Mapping) else exponents
+
+
+@dataclass(eq=False)
+class ShampooOptions(KroneckerOptions):
+    """:class:`hf_emopt.Shampoo` says what each of them means."""
+
+    lr: float | Tensor = 1e-3
+    betas: tuple[float, float] = option((0.9, 0.999), partial(check_betas, sums=True), keep=as_tuple)
+    epsilon: float = option(1e-12, check_number)
+    weight_decay: float = 0.0
+    max_preconditioner_dim: int = option(1024, partial(check_whole, low=1))
+    precondition_frequency: int = option(10, partial(check_whole, low=1))
+    start_preconditioning_step: int | None = option(None, partial(check_whole, low=1))
+    grafting: Grafting = "adam"
+    _: KW_ONLY
+    grafting_beta2: float | None = None
+    grafting_epsilon: float = option(1e-8, check_number)
+    bias_correction: bool = True
+    exponent_override: float | Mapping[int, float] | None = option(None, keep=_plain_exponents)
+    momentum: float = option(0.0, partial(check_number, high=1.0))
+    nesterov: bool = False
+    root_solver: RootSolverChoice = "auto"
+    relative_epsilon: float | None = option(None, partial(check_number, high=1.0, or_none="for what the solver needs"))
+    root_dtype: torch.dtype | str = result_dtype()
 
 
 class ShampooRule(KroneckerRule):
@@ -50,25 +86,17 @@ class ShampooRule(KroneckerRule):
     """
 
     name: ClassVar[str] = "shampoo"
+    options: ClassVar[type[Options]] = ShampooOptions
 
     def validate(self, group: Group) -> None:
-        super().validate(group)
-        check_betas(group, sums=True)
-        check_choice(group, "grafting", GRAFTING)
         if group["root_solver"] == "coupled_higher_order":
             raise ValueError("root_solver='coupled_higher_order' is gone: use 'auto', 'coupled_newton' or 'eigh'")
-        check_choice(group, "root_solver", ("auto", *get_args(RootSolver)))
-        check_choice(group, "root_dtype", FACTOR_DTYPES)
-        check_flags(group, "nesterov", "bias_correction")
-        check_whole(group, "start_preconditioning_step", 1)
-        check_number(group, "momentum", high=1.0)
-        check_number(group, "epsilon")
-        check_number(group, "relative_epsilon", high=1.0, or_none="for what the solver needs")
+        super().validate(group)
+        check_flags(group, "kl")
         self._validate_grafting(group)
         self._validate_exponents(group)
 
     def _validate_grafting(self, group: Group) -> None:
-        check_number(group, "grafting_epsilon")
         decays = group["grafting"] in ("adam", "rmsprop")
         beta = group["grafting_beta2"]
         if decays and beta == 1.0:
@@ -89,7 +117,7 @@ class ShampooRule(KroneckerRule):
                 )
 
     def exponent(self, order: int, group: Group) -> float:
-        """``p`` in ``A^(-p)`` for blocks of which ``order`` dimensions are preconditioned."""
+        """``p`` in ``A^(-p)`` for blocks with ``order`` factors."""
         given = group["exponent_override"]
         if isinstance(given, Mapping):
             given = given.get(order)
@@ -97,7 +125,7 @@ class ShampooRule(KroneckerRule):
             return float(given)
         return 0.5 if group["kl"] else 1.0 / (2 * order)
 
-    def first_round(self, group: Group) -> int:
+    def first_refresh_step(self, group: Group) -> int:
         return int(group["start_preconditioning_step"])
 
     # ------------------------------------------------------------------ state
@@ -105,15 +133,9 @@ class ShampooRule(KroneckerRule):
     def init_matrix_state(self, shape: tuple[int, ...], group: Group, like: Tensor) -> dict[str, Tensor]:
         wide = torch.empty(0, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
         state = self.init_factors(shape, group, wide)
-        dtype = {"float32": wide.dtype, "bfloat16": torch.bfloat16, "float16": torch.float16}[group["root_dtype"]]
-        for index, c in enumerate(self.grid(shape[1:], group).classes):
-            lead = (shape[0], c.count)
-            for d, size in enumerate(c.sizes):
-                if self.has_factor(size, group):
-                    eye = torch.eye(size, dtype=dtype, device=like.device)
-                    state[f"root.{index}.{d}"] = eye.expand(*lead, size, size).clone()
+        state |= self.init_results("root", shape, group, wide)
         state["count"] = wide.new_zeros(shape[0])
-        self.init_arrivals(state, shape, group)
+        state |= self.init_failures(shape, group, like.device)
         if group["betas"][0]:
             state["exp_avg"] = wide.new_zeros(shape)
         if group["grafting"] in ("adam", "rmsprop", "adagrad"):
@@ -125,9 +147,9 @@ class ShampooRule(KroneckerRule):
     # ------------------------------------------------------------------ step
 
     def transform(
-        self, x: Tensor, matrix_state: dict[str, Tensor], group: Group, ok: Tensor | None, clock: Clock
+        self, x: Tensor, matrix_state: dict[str, Tensor], group: Group, ok: Tensor | None, clock: RefreshClock
     ) -> Tensor:
-        self.mend(clock.key, matrix_state)
+        self.finish_pending(clock.key, matrix_state)
         gate = gate_of(ok, x)
         matrix_state["count"].add_(gate)
         filtered, graft = self._directions(x, matrix_state, group, gate)
@@ -147,9 +169,9 @@ class ShampooRule(KroneckerRule):
         return self._momentum(update, matrix_state, group, gate)
 
     def _directions(self, x: Tensor, state: dict[str, Tensor], group: Group, gate: Gate) -> tuple[Tensor, Tensor]:
-        """What is preconditioned, and the direction whose length that takes over."""
+        """The filtered gradient, which is preconditioned, and the grafted direction, whose length the result takes over."""
         if group["grafting"] == "adam" and group["betas"][0] and group["bias_correction"]:
-            # Only the direction of the former counts, so it stays without the correction.
+            # Only the direction of the filtered gradient counts, so it stays without the correction.
             betas = (group["betas"][0], group["grafting_beta2"])
             moments = state["exp_avg"], state["graft_second_moment"]
             eps = group["grafting_epsilon"]
@@ -171,7 +193,7 @@ class ShampooRule(KroneckerRule):
         return (1.0 - beta**steps).view(-1, *[1] * (like.ndim - 1))
 
     def _graft(self, x: Tensor, filtered: Tensor, state: dict[str, Tensor], group: Group, gate: Gate) -> Tensor:
-        """The direction whose length, block by block, the preconditioned one takes over."""
+        """The grafted direction. The preconditioned one takes over its length, block by block."""
         kind, eps = group["grafting"], group["grafting_epsilon"]
         if kind in ("sgd", "none"):
             return filtered
@@ -184,29 +206,27 @@ class ShampooRule(KroneckerRule):
             return filtered / (moment.sqrt() * self._correction(beta, state, x).rsqrt() + eps)
         return filtered / (moment.sqrt() + eps)
 
-    def _update_factors(self, block: BlockState, group: Group, gate: Gate, clock: Clock) -> None:
+    def _update_factors(self, block: BlockState, group: Group, gate: Gate, clock: RefreshClock) -> None:
         dims, beta, precision = self.factored(block, group), group["betas"][1], group["matmul_precision"]
         if not group["kl"]:
             rows, scale = self.rows_of(block, group)
             for d in dims:
                 self.update_factor(block, d, group, beta, unfold(rows, d), gate, clock, scale)
             return
-        for d in dims:  # each side sees the gradient whitened by the other sides' inverse roots
+        for d in dims:  # each factor sees the gradient whitened by the other dimensions' inverse roots
             roots = [(other, block.tensor("root", other)) for other in dims if other != d]
             white = mode_products(block.grads, roots, precision)
             self.update_factor(block, d, group, beta, self.whitened_rows(block, d, white), gate, clock)
 
-    def refreshed_names(self, group: Group) -> tuple[str, ...]:
-        return ("root",)
-
-    def snapshot(self, side: Side, group: Group) -> dict[str, Tensor]:
-        beta2, factor = group["betas"][1], side.pick(self.factor(side.block, side.d, group))
+    def snapshot(self, factor_dim: FactorDim, group: Group) -> dict[str, Tensor]:
+        beta2, block = group["betas"][1], factor_dim.block
+        factor = factor_dim.pick(self.factor(block, factor_dim.d, group))
         if not group["bias_correction"] or beta2 == 1.0:
             return {"factor": factor}
-        counts = side.pick(side.block.state["count"].repeat_interleave(side.block.count)).clamp_min(1.0)
+        counts = factor_dim.pick(block.state["count"].repeat_interleave(block.count)).clamp_min(1.0)
         return {"factor": factor / (1.0 - beta2**counts).view(-1, 1, 1)}
 
-    def compute(self, snapshot: Snapshot, group: Group, first: bool, unread: bool = False) -> Refreshed:
+    def compute(self, snapshot: Snapshot, group: Group, first: bool, deferred: bool = False) -> Refreshed:
         factor = snapshot.tensors["factor"]
         solver, relative_epsilon = self._solver(factor, group)
         root = partial(
@@ -217,29 +237,31 @@ class ShampooRule(KroneckerRule):
             relative_epsilon=relative_epsilon,
             precision=group["matmul_precision"],
         )
-        # What needs no look at its result to go on is tried without one.
+        # An iteration may be tried without a read of its result.
         optimistic = None if solver == "eigh" else partial(root, fallback=False)
-        if unread and optimistic is not None:
+        if deferred and optimistic is not None:
 
             def work(a: Tensor) -> tuple[Tensor, Tensor]:
                 tried = optimistic(a)
                 return tried.value, tried.failed
 
             value, failed = replayed(("root", *sorted(root.keywords.items())), (factor,), work)
-            return Refreshed({"root": value}, _unstorable(value, failed, group), unread=True)
+            return Refreshed({"root": value}, _unstorable(value, failed, group), deferred=True)
         outcome = with_ladder(root, factor, optimistic=optimistic)
         self.ladder += outcome.report
         clean = not outcome.failed_blocks and group["root_dtype"] != "float16"
         return Refreshed({"root": outcome.value.value}, _unstorable(outcome.value.value, outcome.failed, group), clean)
 
-    def install(self, sides: Sequence[Side], new: Sequence[Refreshed], keep: Sequence[Tensor], group: Group) -> None:
-        for side, result, kept in zip(sides, new, keep):
-            root = side.take("root")
-            side.put("root", torch.where(kept.view(-1, 1, 1), root, result.tensors["root"].to(root.dtype)))
+    def install(
+        self, dims: Sequence[FactorDim], new: Sequence[Refreshed], keep: Sequence[Tensor], group: Group
+    ) -> None:
+        for dim, result, kept in zip(dims, new, keep):
+            root = dim.take("root")
+            dim.put("root", torch.where(kept.view(-1, 1, 1), root, result.tensors["root"].to(root.dtype)))
 
     @staticmethod
     def _solver(factor: Tensor, group: Group) -> tuple[RootSolver, float]:
-        """The solver and the relative epsilon that it runs with."""
+        """The solver and its relative epsilon."""
         chosen: RootSolver | Literal["auto"] = group["root_solver"]
         solver: RootSolver = ("coupled_newton" if factor.is_cuda else "eigh") if chosen == "auto" else chosen
         if group["relative_epsilon"] is not None:
@@ -247,12 +269,13 @@ class ShampooRule(KroneckerRule):
         return solver, 0.0 if solver == "eigh" else _RELATIVE_EPSILON[group["matmul_precision"]]
 
     def _precondition(
-        self, block: BlockState, m: Tensor, graft: Tensor, group: Group, clock: Clock
+        self, block: BlockState, m: Tensor, graft: Tensor, group: Group, clock: RefreshClock
     ) -> tuple[Tensor, Tensor | None]:
-        """The update of each block, and what it is still to be multiplied by, if anything.
+        """The update of each block, and a factor that it must still be multiplied by, or ``None``.
 
         Args:
-            m, graft: ``(N, count, b1, ..., bk)``, of which the first is preconditioned and the other has the length.
+            m: ``(N, count, b1, ..., bk)``, the filtered gradient.
+            graft: of the same shape, the grafted direction.
         """
         ready = self.refreshed_before(block, group, clock)
         if not any(ready):
@@ -274,24 +297,24 @@ class ShampooRule(KroneckerRule):
             scale = ratio if scale is None else scale * ratio
         if not roots:  # without a factor it may be the state itself
             direction = direction.clone()
-        late = bool(roots) and self.may_be_late(clock.key)
-        if all(ready) and not late:
+        awaited = bool(roots) and self.may_await_first(clock.key)
+        if all(ready) and not awaited:
             return direction, scale
         chosen = None if all(ready) else torch.tensor(ready, device=m.device)
-        for d, _ in roots if late else ():
-            there = block.tensor("failures", d) != LATE
-            chosen = there if chosen is None else chosen & there
+        for d, _ in roots if awaited else ():
+            refreshed = block.tensor("failures", d) != FIRST_PENDING
+            chosen = refreshed if chosen is None else chosen & refreshed
         assert chosen is not None
         chosen = chosen.view(-1, *[1] * (direction.ndim - 1))
         direction = direction if scale is None else direction * scale.view(-1, *[1] * (direction.ndim - 1))
         return torch.where(chosen, direction, graft.flatten(0, 1)), None
 
     def _one_scale(self, block: BlockState, group: Group) -> Tensor:
-        """What makes of inverse roots that each hold the variance of an element the root of one such: ``(N * count,)``."""
+        """``(N * count,)``: the correction for inverse roots that each hold the variance of an element, where one should."""
         dims = self.factored(block, group)
         if len(dims) < 2:
             return block.grads.new_ones(block.grads.shape[0])
-        factor = self.snapshot(Side(block, dims[0], (), None, len(dims)), group)["factor"]
+        factor = self.snapshot(FactorDim(block, dims[0], (), None, len(dims)), group)["factor"]
         variance = factor.diagonal(dim1=-2, dim2=-1).mean(-1) + group["epsilon"]
         return variance ** (self.exponent(len(dims), group) * (len(dims) - 1))
 
@@ -308,7 +331,7 @@ class ShampooRule(KroneckerRule):
 
     def condition(self, block: BlockState, d: int, group: Group) -> Tensor:
         order = len(self.factored(block, group))
-        factor = self.snapshot(Side(block, d, (), None, order), group)["factor"]
+        factor = self.snapshot(FactorDim(block, d, (), None, order), group)["factor"]
         return condition_of_root(factor, block.tensor("root", d), self.exponent(order, group))
 
     def cost(self, m: int, n: int, group: Group) -> int:
@@ -325,7 +348,7 @@ class ShampooRule(KroneckerRule):
 
 
 class KLShampooRule(ShampooRule):
-    """Shampoo with ``kl=True``; a rule of its own because its factors mean something else.
+    """Shampoo with ``kl=True``. It is a rule of its own because its factors have another meaning.
 
     .. code-block:: text
 
@@ -340,7 +363,7 @@ class KLShampooRule(ShampooRule):
 
 
 def _unstorable(root: Tensor, failed: Tensor, group: Group) -> Tensor:
-    """Blocks that failed, those included whose root has an entry beyond float16, where that is how it is kept."""
+    """The failed blocks. A root that is kept in float16 has failed too if an entry is out of range."""
     return failed if group["root_dtype"] != "float16" else failed | ~finite_blocks(root.to(torch.float16))
 
 

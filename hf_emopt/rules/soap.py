@@ -8,8 +8,9 @@ W. Lin et al., arXiv:2509.03378, section 5.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
-from typing import ClassVar, get_args
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -19,10 +20,10 @@ from hf_emopt.linalg.eigenbasis import EigenbasisRefresh, RefreshMethod, refresh
 from hf_emopt.linalg.matmul_precision import Precision, product
 from hf_emopt.linalg.retry_ladder import with_ladder
 from hf_emopt.rules.adam_direction import adam_direction
-from hf_emopt.rules.base import Clock, Group
+from hf_emopt.rules.base import Group, RefreshClock
 from hf_emopt.rules.blocks import (
     BlockState,
-    Side,
+    FactorDim,
     half_mode_products,
     mode_product,
     mode_products,
@@ -32,11 +33,33 @@ from hf_emopt.rules.blocks import (
     unfold,
 )
 from hf_emopt.rules.condition_number import condition_in_basis, condition_of_spectrum
-from hf_emopt.rules.kronecker import FACTOR_DTYPES, Gate, KroneckerRule, gate_of
-from hf_emopt.rules.refresh_results import Refreshed, Snapshot
-from hf_emopt.rules.validation import check_betas, check_choice, check_number
+from hf_emopt.rules.kronecker import Gate, KroneckerOptions, KroneckerRule, Oversize, gate_of, result_dtype
+from hf_emopt.rules.options import Options, as_tuple, check_betas, check_number, check_whole, option
+from hf_emopt.rules.refresh import Refreshed, Snapshot
 
-__all__ = ["SoapRule"]
+__all__ = ["SoapOptions", "SoapRule"]
+
+BasisMethod = RefreshMethod
+
+
+@dataclass(eq=False)
+class SoapOptions(KroneckerOptions):
+    """:class:`hf_emopt.SOAP` says what each of them means."""
+
+    lr: float | Tensor = 3e-3
+    betas: tuple[float, float] = option((0.95, 0.95), check_betas, keep=as_tuple)
+    eps: float = option(1e-8, partial(check_number, above=True))
+    weight_decay: float = 0.01
+    precondition_frequency: int = option(10, partial(check_whole, low=1))
+    max_preconditioner_dim: int = option(10000, partial(check_whole, low=1))
+    _: KW_ONLY
+    shampoo_beta: float | None = option(None, partial(check_number, high=1.0, or_none="for the second of the betas"))
+    basis_method: BasisMethod = "orthogonal_iteration"
+    oversize: Oversize = "one_sided"
+    kl: bool = False
+    max_update_rms: float | None = option(1.0, partial(check_number, above=True, or_none="for no cap"))
+    basis_dtype: torch.dtype | str = result_dtype()
+    compat: Literal["paper"] | None = None
 
 
 class SoapRule(KroneckerRule):
@@ -60,56 +83,45 @@ class SoapRule(KroneckerRule):
     """
 
     name: ClassVar[str] = "soap"
+    options: ClassVar[type[Options]] = SoapOptions
 
     def validate(self, group: Group) -> None:
-        super().validate(group)
-        check_betas(group)
-        check_number(group, "shampoo_beta", high=1.0, or_none="for the second of the betas")
-        check_number(group, "eps", above=True)
-        check_number(group, "max_update_rms", above=True, or_none="for no cap")
         if group["basis_method"] == "first_order":
             raise ValueError("basis_method='first_order' is gone: use 'orthogonal_iteration', the default")
-        check_choice(group, "basis_method", get_args(RefreshMethod))
-        check_choice(group, "basis_dtype", FACTOR_DTYPES)
-        check_choice(group, "compat", ("paper",), or_none=True)
+        super().validate(group)
         compat = group["compat"]
         if compat == "paper" and group["refresh"] != "synchronous":
             raise ValueError("compat='paper' refreshes every block on the same step; use refresh='synchronous' with it")
         if compat == "paper" and group["kl"]:
             raise ValueError("compat='paper' has no KL correction; use kl=False with it")
 
-    def warmup_rounds(self, group: Group) -> int:
+    def warmup_steps(self, group: Group) -> int:
         return 1 if group["compat"] == "paper" else 0
 
     # ------------------------------------------------------------------ state
 
     def init_matrix_state(self, shape: tuple[int, ...], group: Group, like: Tensor) -> dict[str, Tensor]:
         wide = torch.empty(0, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
-        state = self.init_factors(shape, group, wide)
-        dtype = {"float32": wide.dtype, "bfloat16": torch.bfloat16, "float16": torch.float16}[group["basis_dtype"]]
+        state = self.init_factors(shape, group, wide) | self.init_results("basis", shape, group, wide)
         for index, c in enumerate(self.grid(shape[1:], group).classes):
             lead = (shape[0], c.count)
             state[f"exp_avg.{index}"] = wide.new_zeros(*lead, *c.sizes)
             state[f"exp_avg_sq.{index}"] = wide.new_zeros(*lead, *c.sizes)
             for d, size in enumerate(c.sizes):
-                if self.has_factor(size, group):
-                    eye = torch.eye(size, dtype=dtype, device=like.device)
-                    state[f"basis.{index}.{d}"] = eye.expand(*lead, size, size).clone()
-                    if group["kl"]:
-                        state[f"eigenvalues.{index}.{d}"] = wide.new_ones(*lead, size)
+                if group["kl"] and self.has_factor(size, group):
+                    state[f"eigenvalues.{index}.{d}"] = wide.new_ones(*lead, size)
         state["count"] = wide.new_zeros(shape[0])
-        self.init_arrivals(state, shape, group)
-        return state
+        return state | self.init_failures(shape, group, like.device)
 
     # ------------------------------------------------------------------ step
 
     def transform(
-        self, x: Tensor, matrix_state: dict[str, Tensor], group: Group, ok: Tensor | None, clock: Clock
+        self, x: Tensor, matrix_state: dict[str, Tensor], group: Group, ok: Tensor | None, clock: RefreshClock
     ) -> Tensor:
-        self.mend(clock.key, matrix_state)
+        self.finish_pending(clock.key, matrix_state)
         gate: Gate = gate_of(ok, x)
         # In the reference the first gradient only makes the first basis.
-        warming = [rounds <= self.warmup_rounds(group) for rounds in clock.rounds]
+        warming = [step <= self.warmup_steps(group) for step in clock.param_steps]
         if any(warming):
             gate = gate * x.new_tensor([0.0 if w else 1.0 for w in warming])
         matrix_state["count"].add_(gate)
@@ -123,16 +135,16 @@ class SoapRule(KroneckerRule):
                 parts.append(part.view(x.shape[0], -1, *part.shape[1:]))
                 scales.append(scale)
                 self._update_factors(block, group, gate_of(ok, x), clock, rows)
-            self.refresh_beside(blocks, group, ok, clock, x.device)
+            self.refresh_on_side_stream(blocks, group, ok, clock, x.device)
         return self._capped(self.grid(x.shape[1:], group).merge(parts, scales), group)
 
     def _adam(
         self, block: BlockState, group: Group, gate: Gate, rows: tuple[Tensor, Tensor | None]
     ) -> tuple[Tensor, Tensor | None]:
-        """The update of each block, in the parameter's coordinates, and what it is still to be multiplied by, if anything.
+        """The update of each block in the parameter's coordinates, and a factor that it must still be multiplied by, if any.
 
         Args:
-            rows: of :meth:`rows_of`.
+            rows: the result of :meth:`rows_of`.
         """
         bases = [(d, block.tensor("basis", d)) for d in self.factored(block, group)]
         half, scale = rows
@@ -157,7 +169,7 @@ class SoapRule(KroneckerRule):
 
     @staticmethod
     def _paper_direction(projected: Tensor, block: BlockState, group: Group, gate: Gate) -> Tensor:
-        """As the reference has it: ``eps`` is added to the root of the second moment before its correction."""
+        """The direction of the reference: ``eps`` is added to the root of the second moment before its correction."""
         beta1, beta2 = group["betas"]
         exp_avg, exp_avg_sq, gate = block.tensor("exp_avg"), block.tensor("exp_avg_sq"), _per_block(gate, block)
         exp_avg.lerp_(projected, gate * (1.0 - beta1))
@@ -168,7 +180,12 @@ class SoapRule(KroneckerRule):
         return exp_avg / (exp_avg_sq.sqrt() + group["eps"]) * (correction2 / correction1)
 
     def _update_factors(
-        self, block: BlockState, group: Group, gate: Gate, clock: Clock, scaled_rows: tuple[Tensor, Tensor | None]
+        self,
+        block: BlockState,
+        group: Group,
+        gate: Gate,
+        clock: RefreshClock,
+        scaled_rows: tuple[Tensor, Tensor | None],
     ) -> None:
         beta = group["betas"][1] if group["shampoo_beta"] is None else group["shampoo_beta"]
         dims, precision = self.factored(block, group), group["matmul_precision"]
@@ -178,7 +195,7 @@ class SoapRule(KroneckerRule):
                 self.update_factor(block, d, group, beta, unfold(rows, d), gate, clock, scale)
             return
         for d in dims:
-            # The other sides' covariance is Q diag(lambda) Q^T; whitening by it needs no matrix back from the basis.
+            # The other dimensions' covariance is Q diag(lambda) Q^T; whitening by it needs no matrix back from the basis.
             turns = []
             for other in dims:
                 if other != d:
@@ -191,30 +208,27 @@ class SoapRule(KroneckerRule):
 
     # ------------------------------------------------------------------ refresh
 
-    def refreshed_names(self, group: Group) -> tuple[str, ...]:
-        return ("basis", "eigenvalues") if group["kl"] else ("basis",)
+    def snapshot(self, factor_dim: FactorDim, group: Group) -> dict[str, Tensor]:
+        factor = factor_dim.pick(self.factor(factor_dim.block, factor_dim.d, group))
+        return {"factor": factor, "basis": factor_dim.take("basis").to(factor.dtype)}
 
-    def snapshot(self, side: Side, group: Group) -> dict[str, Tensor]:
-        factor = side.pick(self.factor(side.block, side.d, group))
-        return {"factor": factor, "basis": side.take("basis").to(factor.dtype)}
-
-    def compute(self, snapshot: Snapshot, group: Group, first: bool, unread: bool = False) -> Refreshed:
+    def compute(self, snapshot: Snapshot, group: Group, first: bool, deferred: bool = False) -> Refreshed:
         # The first basis is far from the identity it replaces, so it is computed from scratch.
         method: RefreshMethod = "eigh" if first else group["basis_method"]
         turn = partial(refresh_eigenbasis, method=method, precision=group["matmul_precision"], measure=group["kl"])
-        # What needs no look at its result to go on is tried without one.
+        # An iteration may be tried without a read of its result.
         optimistic = None if method == "eigh" else partial(turn, fallback=False)
         factor, basis = snapshot.tensors["factor"], snapshot.tensors["basis"]
-        if unread and optimistic is not None:
-            paper = group["compat"] == "paper"
+        if deferred and optimistic is not None:
+            kl, paper = group["kl"], group["compat"] == "paper"
 
             def work(a: Tensor, q: Tensor) -> tuple[Tensor, ...]:
                 result = optimistic(a, q)
                 return result.failed, *self._results(result, group).values()
 
             failed, *made = replayed(("basis", paper, *sorted(turn.keywords.items())), (factor, basis), work)
-            names = [*self.refreshed_names(group), *(["permutation"] if paper else [])]
-            return Refreshed(dict(zip(names, made, strict=True)), failed, unread=True)
+            names = ["basis", *(["eigenvalues"] if kl else []), *(["permutation"] if paper else [])]
+            return Refreshed(dict(zip(names, made, strict=True)), failed, deferred=True)
         outcome = with_ladder(turn, factor, basis, optimistic=optimistic)
         self.ladder += outcome.report
         return Refreshed(self._results(outcome.value, group), outcome.failed, clean=not outcome.failed_blocks)
@@ -228,15 +242,16 @@ class SoapRule(KroneckerRule):
             tensors["permutation"] = result.permutation
         return tensors
 
-    def install(self, sides: Sequence[Side], new: Sequence[Refreshed], keep: Sequence[Tensor], group: Group) -> None:
-        """Replaces the bases of some blocks and carries their moments along."""
-        exp_avg, exp_avg_sq = sides[0].block.tensor("exp_avg"), sides[0].block.tensor("exp_avg_sq")
-        before = sides[0].pick(exp_avg), sides[0].pick(exp_avg_sq)
-        first_moment, second_moment = before
+    def install(
+        self, dims: Sequence[FactorDim], new: Sequence[Refreshed], keep: Sequence[Tensor], group: Group
+    ) -> None:
+        """Replaces the bases of some blocks and carries their moments into the new bases."""
+        exp_avg, exp_avg_sq = dims[0].block.tensor("exp_avg"), dims[0].block.tensor("exp_avg_sq")
+        first_moment, second_moment = dims[0].pick(exp_avg), dims[0].pick(exp_avg_sq)
         precision: Precision = group["matmul_precision"]
-        for side, result, kept in zip(sides, new, keep):
-            d, basis = side.d, side.take("basis")
-            # As it will be stored: in 16 bits the moments must turn by the basis that the next step sees.
+        for dim, result, kept in zip(dims, new, keep):
+            d, basis = dim.d, dim.take("basis")
+            # In its stored dtype: the moments must turn by the basis that the next step sees.
             turned = torch.where(kept.view(-1, 1, 1), basis, result.tensors["basis"].to(basis.dtype))
             turn = mode_products(turned.to(exp_avg.dtype), [(0, basis.mT)], precision)
             # Blocks that stay are left as they were, not put through a product with a near-identity.
@@ -250,12 +265,12 @@ class SoapRule(KroneckerRule):
                 order = result.tensors["permutation"].view(shape).expand_as(second_moment)
                 carried = second_moment.gather(d + 1, order)
             second_moment = torch.where(stay, second_moment, carried)
-            side.put("basis", turned)
+            dim.put("basis", turned)
             if "eigenvalues" in result.tensors:
-                eigenvalues = side.take("eigenvalues")
-                side.put("eigenvalues", torch.where(kept.view(-1, 1), eigenvalues, result.tensors["eigenvalues"]))
-        sides[0].assign(exp_avg, first_moment)
-        sides[0].assign(exp_avg_sq, second_moment)
+                eigenvalues = dim.take("eigenvalues")
+                dim.put("eigenvalues", torch.where(kept.view(-1, 1), eigenvalues, result.tensors["eigenvalues"]))
+        dims[0].assign(exp_avg, first_moment)
+        dims[0].assign(exp_avg_sq, second_moment)
 
     def _capped(self, update: Tensor, group: Group) -> Tensor:
         cap = group["max_update_rms"]
@@ -272,7 +287,7 @@ class SoapRule(KroneckerRule):
         return condition_in_basis(self.factor(block, d, group), block.tensor("basis", d))
 
     def cost(self, m: int, n: int, group: Group) -> int:
-        # Projection, back-projection and factor are a product each; a refresh is some four products a side.
+        # Projection, back-projection and factor are a product each; a refresh is some four products a factor.
         return self.block_flops(m, n, group, products=3, refresh_products=4)
 
     def describe(self, group: Group) -> str:
@@ -285,14 +300,14 @@ class SoapRule(KroneckerRule):
 
 
 def _turned_squares(squares: Tensor, turn: Tensor, d: int, precision: Precision) -> Tensor:
-    """:func:`mode_product` of what divides updates: small squares must not be lost beside large ones, as in float16."""
+    """:func:`mode_product` of squares that divide updates. It is never in float16, which would lose small squares."""
     if precision != "fp16" or squares.dtype != torch.float32 or squares.ndim != 3:
         return mode_product(squares, turn, d)
     return product(turn, squares, "bf16x3") if d == 0 else product(squares, turn.mT, "bf16x3")
 
 
 def _per_block(value: Gate, block: BlockState) -> Gate:
-    """A number for each matrix as one for each block, shaped to multiply blocks."""
+    """A number for each matrix as a number for each block, shaped to multiply blocks."""
     if not isinstance(value, Tensor) or value.ndim == 0:
         return value
     return value.repeat_interleave(block.count).view(-1, *[1] * (block.grads.ndim - 1))

@@ -126,7 +126,7 @@ def is_weight_state(key: str) -> bool:
 
 def is_offloadable(key: str) -> bool:
     """Whether an entry is offloaded: all but the few numbers that a step reads before anything else, on device or host."""
-    return key != "step" and not key.startswith(("rounds", "pending"))
+    return key not in ("step", "rounds")
 
 
 def laid_out(local: Tensor, like: Tensor, shape: Sequence[int]) -> Tensor:

@@ -310,7 +310,7 @@ class StateStore:
         if known is not None:
             if not known or self._are_views(key):
                 return known
-            self._rule.forget_batch(key)
+            self._rule.forget(key)
         owned = self._owned_in(bucket)
         runs: list[tuple[int, int, int]] = []  # parameter, matrix view, matrices: neighbours of one parameter are one
         for (i, place), size in zip(batch.jobs, batch.sizes):

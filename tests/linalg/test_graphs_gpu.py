@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hf_emopt import SOAP, Shampoo
 from hf_emopt.kernels import cuda_graphs
 from hf_emopt.kernels.cuda_graphs import DISABLE_VARIABLE, replayed
-from hf_emopt.kernels.streams import Beside
+from hf_emopt.kernels.streams import SideStreams
 from hf_emopt.linalg import inverse_root, newton_schulz
 from hf_emopt.linalg.newton_schulz import Method
 from hf_emopt.rules.refresh import RefreshingRule
@@ -169,19 +169,21 @@ def test_refreshes_beside_the_step_give_the_same_weights(
             del passing
         return [x.clone() for p in model.parameters() for x in (p.detach(), *optimizer.state[p].values())]
 
-    entered, on = [], Beside.on
+    entered, on = [], SideStreams.on
 
     @contextmanager
-    def counted(self: Beside, device: torch.device, lane: int = 0, reads: Sequence[Tensor] = ()) -> Iterator[None]:
-        with on(self, device, lane, reads):
-            entered.append(lane % self.lanes)
+    def counted(
+        self: SideStreams, device: torch.device, index: int = 0, reads: Sequence[Tensor] = ()
+    ) -> Iterator[None]:
+        with on(self, device, index, reads):
+            entered.append(index % self.count)
             yield
 
-    monkeypatch.setattr(Beside, "on", counted)
+    monkeypatch.setattr(SideStreams, "on", counted)
     beside = run()
     assert len(entered) >= 14  # in every step after the first at least one, not merely asked for
     assert len(set(entered)) > 1
-    monkeypatch.setattr(RefreshingRule, "refresh_beside", lambda self, *args: self.refresh(*args[:4]))
+    monkeypatch.setattr(RefreshingRule, "refresh_on_side_stream", lambda self, *args: self.refresh(*args[:4]))
     after = run()
     assert len(beside) == len(after)
     assert all(torch.equal(x, y) for x, y in zip(beside, after))

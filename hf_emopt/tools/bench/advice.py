@@ -115,12 +115,9 @@ def alternatives(name: str, settings: Settings, world_size: int, device: torch.d
         if kernels_pay(device) and settings.options.get("ns_dtype") is None:
             option(ns_dtype="bfloat16")  # which has the standard form alone
     else:
-        for refresh in ("staggered", "synchronous", "async"):
+        for refresh in ("staggered", "synchronous"):
             if refresh != settings.options.get("refresh", "staggered"):
-                changed: dict[str, Any] = {"refresh": refresh}
-                if refresh == "async":
-                    changed["matmul_precision"] = "highest"
-                option(**changed)
+                option(refresh=refresh)
     return found
 
 
