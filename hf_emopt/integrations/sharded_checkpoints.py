@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from transformers.trainer_utils import SaveStrategy
 
 from hf_emopt.checkpoint.files import CheckpointError
+from hf_emopt.integrations.checkpoints import all_gather_values
 from hf_emopt.integrations.registry import unwrap_optimizer
 
 __all__ = ["FOLDER", "can_save", "is_sharded_at_load", "load_optimizer", "load_weights", "permitted", "save_optimizer"]
@@ -90,8 +91,7 @@ def load_optimizer(trainer: Any, folder: str | Path) -> bool:
     ours = unwrap_optimizer(trainer.optimizer)
     assert ours is not None
     path = Path(folder) / FOLDER
-    seen: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(seen, path.is_dir())
+    seen = all_gather_values(path.is_dir())
     if not any(seen):
         return False
     if not all(seen):

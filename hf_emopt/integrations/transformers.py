@@ -17,7 +17,6 @@ all idempotent and without effect on other optimizers:
 
 from __future__ import annotations
 
-import functools
 import logging as levels
 from collections.abc import Callable
 from typing import Any
@@ -30,9 +29,10 @@ from transformers.utils import logging
 
 from hf_emopt.integrations.accelerate import overruled_environment, trainer_environment
 from hf_emopt.integrations.callback import MeasuringCallback, level_of_environment
-from hf_emopt.integrations.checkpoints import MARK, hook_trainer, synchronize
+from hf_emopt.integrations.checkpoints import hook_trainer, synchronize
 from hf_emopt.integrations.enum_members import add_string_member
 from hf_emopt.integrations.optim_args import parse_optim_args
+from hf_emopt.integrations.patching import MARK, patch
 from hf_emopt.integrations.refusals import optim_name, refuse_deepspeed, refuse_unsupported
 from hf_emopt.integrations.registry import OPTIMIZERS, PREFIX, unwrap_optimizer
 from hf_emopt.optimizers.base import MatrixOptimizer
@@ -119,8 +119,8 @@ def register() -> None:
     for name, optimizer_cls in OPTIMIZERS.items():
         register_optimizer(PREFIX + name, optimizer_cls)
         register_optimizer(name, optimizer_cls)
-    _wrap_get_optimizer()
-    _wrap_create_optimizer()
+    patch(trainer.Trainer, "get_optimizer_cls_and_kwargs", _get_optimizer_cls_and_kwargs)
+    patch(trainer.Trainer, "create_optimizer", _create_optimizer)
     hook_trainer()
     callbacks: list[Any] = trainer.DEFAULT_CALLBACKS
     callbacks[:] = [callback for callback in callbacks if not hasattr(callback, MARK)]
@@ -133,43 +133,29 @@ def handler_of(args: TrainingArguments) -> Handler | None:
     return handler if hasattr(handler, MARK) else None
 
 
-def _wrap_get_optimizer() -> None:
-    """Lets our handlers see ``optim_args`` before transformers cuts it up."""
-    original = trainer.Trainer.get_optimizer_cls_and_kwargs
-    original = getattr(original, MARK, original)
-
-    @functools.wraps(original)
-    def get_optimizer_cls_and_kwargs(args: TrainingArguments, model: Any = None) -> tuple[Any, Any]:
-        handler = handler_of(args)
-        if handler is None:
-            return original(args, model)
-        return handler(OptimizerContext(args=args, model=model, optimizer_kwargs={}, adam_kwargs={}, optim_args={}))
-
-    setattr(get_optimizer_cls_and_kwargs, MARK, original)
-    trainer.Trainer.get_optimizer_cls_and_kwargs = staticmethod(get_optimizer_cls_and_kwargs)  # type: ignore[method-assign]
+def _get_optimizer_cls_and_kwargs(
+    original: Callable[..., tuple[Any, Any]], args: TrainingArguments, model: Any = None
+) -> tuple[Any, Any]:
+    """Shows our handlers ``optim_args`` before transformers cuts it up."""
+    handler = handler_of(args)
+    if handler is None:
+        return original(args, model)
+    return handler(OptimizerContext(args=args, model=model, optimizer_kwargs={}, adam_kwargs={}, optim_args={}))
 
 
-def _wrap_create_optimizer() -> None:
+def _create_optimizer(original: Callable[..., Any], self: trainer.Trainer, *args: Any, **options: Any) -> Any:
     """Gives our classes the model."""
-    original = trainer.Trainer.create_optimizer
-    original = getattr(original, MARK, original)
-
-    @functools.wraps(original)
-    def create_optimizer(self: trainer.Trainer, *args: Any, **options: Any) -> Any:
-        given = getattr(self, "optimizer_cls_and_kwargs", None)
-        cls = given[0] if given is not None else None
-        if self.optimizer is None and isinstance(cls, type) and issubclass(cls, MatrixOptimizer):
-            assert given is not None
-            refuse_unsupported(self.args, self.model)
-            model = next((m for m in (*args, options.get("model")) if m is not None), self.model)
-            if not {"params", "model", "optimizer_dict"} & set(given[1]):
-                # Which is in the lists that this takes the place of.
-                decay = {"weight_decay": self.args.weight_decay}
-                self.optimizer_cls_and_kwargs = cls, {**decay, **given[1], "model": model}
-        return original(self, *args, **options)
-
-    setattr(create_optimizer, MARK, original)
-    trainer.Trainer.create_optimizer = create_optimizer  # type: ignore[method-assign]
+    given = getattr(self, "optimizer_cls_and_kwargs", None)
+    cls = given[0] if given is not None else None
+    if self.optimizer is None and isinstance(cls, type) and issubclass(cls, MatrixOptimizer):
+        assert given is not None
+        refuse_unsupported(self.args, self.model)
+        model = next((m for m in (*args, options.get("model")) if m is not None), self.model)
+        if not {"params", "model", "optimizer_dict"} & set(given[1]):
+            # The two lists of parameters that the model replaces hold the decay.
+            decay = {"weight_decay": self.args.weight_decay}
+            self.optimizer_cls_and_kwargs = cls, {**decay, **given[1], "model": model}
+    return original(self, *args, **options)
 
 
 def group_learning_rates(optimizer: MatrixOptimizer, peak: bool = False) -> dict[str, float]:

@@ -81,8 +81,8 @@ def zamba_in_proj(parameter: ParameterInfo, module: nn.Module, relative: str) ->
     """Zamba's ``in_proj``: rows of x and of the gate take turns."""
     if relative != "in_proj.weight" or parameter.shape[0] % 2:
         return None
-    matrix_views = grouped_rows(parameter.shape, parameter.shape[0] // 2, (("x", 1), ("z", 1)))
-    return matrix(matrix_views, "fused x, z row by row, split")
+    views = grouped_rows(parameter.shape, parameter.shape[0] // 2, (("x", 1), ("z", 1)))
+    return matrix(views, "fused x, z row by row, split")
 
 
 # --- gated MLPs and experts -------------------------------------------------------------------------------------------
@@ -102,10 +102,10 @@ def flagged_experts(parameter: ParameterInfo, module: nn.Module, relative: str) 
     fused = relative == "gate_up_proj" and bool(module.has_gate)
     names = ("gate", "up") if fused else ()
     interleaved = not module.is_concatenated
-    matrix_views = expert_stack(parameter.shape, names, transposed=transposed, interleaved=interleaved)
+    views = expert_stack(parameter.shape, names, transposed=transposed, interleaved=interleaved)
     layout = ("interleaved " if interleaved else "") + "gate, up, split; " if fused else ""
     reason = f"expert stack, {layout}batch of experts" + ("; stored (in, out)" if transposed else "")
-    return matrix(matrix_views, reason, "expert")
+    return matrix(views, reason, "expert")
 
 
 def plain_experts(*, transposed: bool) -> ArchitectureRule:
@@ -116,8 +116,8 @@ def plain_experts(*, transposed: bool) -> ArchitectureRule:
             return None
         names = ("gate", "up") if relative == "gate_up_proj" else ()
         reason = f"expert stack, {'gate, up, split; ' if names else ''}batch of experts"
-        matrix_views = expert_stack(parameter.shape, names, transposed=transposed)
-        return matrix(matrix_views, reason + ("; stored (in, out)" if transposed else ""), "expert")
+        views = expert_stack(parameter.shape, names, transposed=transposed)
+        return matrix(views, reason + ("; stored (in, out)" if transposed else ""), "expert")
 
     return rule
 
@@ -139,16 +139,16 @@ def dbrx_experts(parameter: ParameterInfo, module: nn.Module, relative: str) -> 
     if relative not in ("w1", "v1", "w2") or not count or parameter.shape[0] % count:
         return None
     view = (count, parameter.shape[0] // count, parameter.shape[1])
-    matrix_views = expert_stack(view, transposed=relative == "w2")
-    return matrix(matrix_views, "expert stack in two dimensions, batch of experts", "expert")
+    views = expert_stack(view, transposed=relative == "w2")
+    return matrix(views, "expert stack in two dimensions, batch of experts", "expert")
 
 
 def jetmoe_input(parameter: ParameterInfo, module: nn.Module, relative: str) -> Decision | None:
     """JetMoE: ``input_linear`` is a stack ``(E, 2 I, H)`` of [gate; up]."""
     if relative != "input_linear.weight" or len(parameter.shape) != 3:
         return None
-    matrix_views = expert_stack(parameter.shape, ("gate", "up"))
-    return matrix(matrix_views, "expert stack, gate, up, split; batch of experts", "expert")
+    views = expert_stack(parameter.shape, ("gate", "up"))
+    return matrix(views, "expert stack, gate, up, split; batch of experts", "expert")
 
 
 def xlnet(parameter: ParameterInfo, module: nn.Module, relative: str) -> Decision | None:
@@ -175,13 +175,11 @@ def multihead_attention(parameter: ParameterInfo, module: nn.Module, relative: s
     head = setting(module, "head_dim") if parameter.per_head else None
     if relative == "in_proj_weight":
         size = parameter.shape[0] // 3
-        matrix_views = rows(parameter.shape, (("q", size), ("k", size), ("v", size)), head_dim=head)
-        return matrix(
-            matrix_views, "fused q, k, v, one matrix per head" if head else "fused q, k, v, split", "attention"
-        )
+        views = rows(parameter.shape, (("q", size), ("k", size), ("v", size)), head_dim=head)
+        return matrix(views, "fused q, k, v, one matrix per head" if head else "fused q, k, v, split", "attention")
     if relative in ("q_proj_weight", "k_proj_weight", "v_proj_weight"):
-        matrix_views = rows(parameter.shape, ((relative[0], parameter.shape[0]),), head_dim=head)
-        return matrix(matrix_views, "one matrix per head" if head else "projection", "attention")
+        views = rows(parameter.shape, ((relative[0], parameter.shape[0]),), head_dim=head)
+        return matrix(views, "one matrix per head" if head else "projection", "attention")
     return None
 
 

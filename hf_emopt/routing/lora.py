@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, Literal
 
 __all__ = ["LORA_MODES", "Adapter", "LoraMode", "pack_adapter", "unpack_adapter"]
-
 
 LoraMode = Literal["separate", "joint"]
 LORA_MODES: tuple[str, ...] = ("separate", "joint")
@@ -39,12 +38,7 @@ class Adapter:
 
 def pack_adapter(adapter: Adapter | None) -> tuple[Any, ...]:
     """Plain values, the form kept in ``param_groups``; empty for ``None``."""
-    if adapter is None:
-        return ()
-    return (
-        adapter.side, adapter.partner, adapter.scaling, adapter.outputs, adapter.inputs, adapter.rank, adapter.starts,
-        adapter.joint,
-    )  # fmt: skip
+    return () if adapter is None else astuple(adapter)
 
 
 def unpack_adapter(packed: Sequence[Any]) -> Adapter | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -203,9 +203,9 @@ class _Search:
         transposed = "Conv1D" in class_names(info.owner)
         decision = family_rule(info)
         if decision is not None and decision.kind == "matrix":
-            named = [matrix_view for matrix_view in decision.matrix_views if matrix_view.name in ("q", "k")]
+            named = [view for view in decision.matrix_views if view.name in ("q", "k")]
             if named or decision.matrix_views[0].name:
-                return [(matrix_view.name, _rows_of(matrix_view), int(transposed)) for matrix_view in named]
+                return [(view.name, _rows_of(view), int(transposed)) for view in named]
         side = "q" if part in _QUERY else "k" if part in _KEY else None
         if side is None or len(info.shape) != 2:
             if side is not None:
@@ -216,7 +216,7 @@ class _Search:
 
     def _is_fused(self, info: ParameterInfo) -> bool:
         decision = family_rule(info) if len(info.shape) == 2 else None
-        return decision is not None and any(matrix_view.name in ("q", "k") for matrix_view in decision.matrix_views)
+        return decision is not None and any(view.name in ("q", "k") for view in decision.matrix_views)
 
     def _check_whole(self, info: ParameterInfo) -> None:
         if len(info.shape) != 2 or tuple(info.parameter.shape) != info.shape:
@@ -293,18 +293,10 @@ class _Search:
         rows = torch.arange(heads * (nope + rope)).view(heads, -1)
         key_rows = torch.arange(heads * (nope + value)).view(heads, -1)[:, :nope]
         q_bias, k_bias = (next(r for r, i in self.infos.items() if i is info)[:-6] + "bias" for info in (query, key))
-        return QueryKey(
-            self.name,
-            self.module,
-            heads,
-            heads,
-            nope + rope,
-            _training(self._with_bias(query, q_bias, 0, rows[:, :nope])),
-            _training(self._with_bias(key, k_bias, 0, key_rows)),
-            _training(self._with_bias(query, q_bias, 0, rows[:, nope:])),
-            False,
-            self.adapted,
-        )
+        q = _training(self._with_bias(query, q_bias, 0, rows[:, :nope]))
+        k = _training(self._with_bias(key, k_bias, 0, key_rows))
+        rotary = _training(self._with_bias(query, q_bias, 0, rows[:, nope:]))
+        return QueryKey(self.name, self.module, heads, heads, nope + rope, q, k, rotary, False, self.adapted)
 
 
 def _training(found: Iterable[HeadRows]) -> tuple[HeadRows, ...]:
@@ -316,18 +308,7 @@ def _training(found: Iterable[HeadRows]) -> tuple[HeadRows, ...]:
 def _rows_of(matrix_view: MatrixView) -> Tensor:
     """The outputs of a matrix view in the order of its rows, as indices along the parameter's outputs."""
     view = tuple(1 if d in matrix_view.cols else size for d, size in enumerate(matrix_view.view))
-    flat = MatrixView(
-        matrix_view.name,
-        view,
-        matrix_view.rows,
-        matrix_view.cols,
-        matrix_view.batch,
-        matrix_view.dim,
-        matrix_view.start,
-        matrix_view.stop,
-        matrix_view.step,
-    )
-    return flat.extract(torch.arange(math.prod(view))).flatten()
+    return replace(matrix_view, view=view).extract(torch.arange(math.prod(view))).flatten()
 
 
 def _is_zero_centered(norm: nn.Module, shape: tuple[int, ...]) -> bool:

@@ -51,7 +51,7 @@ class ParameterRoute:
         """Transforms in an optimizer step: a LoRA pair that is stepped as one counts with its B."""
         if self.adapter is not None and self.adapter.joint and self.adapter.side == "A":
             return 0
-        return sum(matrix_view.shape[0] for matrix_view in self.matrix_views)
+        return sum(view.shape[0] for view in self.matrix_views)
 
     @property
     def numel(self) -> int:
@@ -175,10 +175,7 @@ class RouteTable(Sequence[ParameterRoute]):
                     "reason": route.reason,
                     "module_type": route.module_type,
                     "aliases": list(route.aliases),
-                    "units": [
-                        {"name": matrix_view.name, "shape": list(matrix_view.shape)}
-                        for matrix_view in route.matrix_views
-                    ],
+                    "units": [{"name": view.name, "shape": list(view.shape)} for view in route.matrix_views],
                 }
                 for route in self._routes
             ],
@@ -194,9 +191,7 @@ class RouteTable(Sequence[ParameterRoute]):
 
 def describe_matrix_views(matrix_views: Sequence[MatrixView]) -> str:
     """``"q 1x2048x2048, k 1x512x2048"``: batch, outputs, inputs of every matrix view."""
-    return ", ".join(
-        f"{matrix_view.name} {'x'.join(map(str, matrix_view.shape))}".strip() for matrix_view in matrix_views
-    )
+    return ", ".join(f"{view.name} {'x'.join(map(str, view.shape))}".strip() for view in matrix_views)
 
 
 def _row(name: str, routes: Sequence[ParameterRoute]) -> dict[str, Any]:
