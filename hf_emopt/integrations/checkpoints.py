@@ -196,7 +196,11 @@ def _save(original: Original, self: trainer.Trainer, model: Any, trial: Any, *ar
 
 
 def _train(
-    original: Original, self: trainer.Trainer, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
+    original: Original,
+    self: trainer.Trainer,
+    resume_from_checkpoint: str | bool | None = None,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """``Trainer.train``: the newest checkpoint is the newest that is whole."""
     if resume_from_checkpoint is True and _is_ours(self):

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 
+from hf_emopt.integrations.callback import add_to_log
 from hf_emopt.integrations.max_logits import MaxLogits
 from hf_emopt.integrations.registry import unwrap_optimizer
 from hf_emopt.optimizers.qk_clip import check_options, clip_found
@@ -59,9 +60,7 @@ class QKClipCallback(TrainerCallback):
         self._recorder: MaxLogits | None = None
         self._largest, self._clipped = float("-inf"), 0
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         """Finds queries and keys.
 
         Raises:
@@ -92,17 +91,13 @@ class QKClipCallback(TrainerCallback):
         recorder.leave_out([name for name, query_key in recorder.found.items() if not query_key.trains])
         self._recorder = recorder
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         """Measures from here on where this step ends in a clip."""
         if self._recorder is not None and (state.global_step + 1) % self.every == 0:
             self._recorder.reset()
             self._recorder.start()
 
-    def on_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_optimizer_step(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         """Clips.
 
         Raises:
@@ -126,25 +121,15 @@ class QKClipCallback(TrainerCallback):
         self._clipped += report.clipped_heads
 
     def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, *_: Any, logs: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
         """Adds what was measured since the last log."""
         if logs is None or "loss" not in logs or self._largest == float("-inf"):
             return
-        metrics = {"qk_clip/max_logit": self._largest, "qk_clip/clipped_heads": self._clipped}
+        add_to_log(logs, state, {"qk_clip/max_logit": self._largest, "qk_clip/clipped_heads": self._clipped})
         self._largest, self._clipped = float("-inf"), 0
-        logs.update(metrics)
-        if state.log_history:
-            state.log_history[-1].update(metrics)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         """Lets go of the model."""
         self._stop()
 

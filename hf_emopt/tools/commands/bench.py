@@ -133,7 +133,7 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
     if unknown:
         raise ValueError(f"--optim {unknown[0]} is not one of {', '.join(OPTIMIZERS)}")
     if options.model not in MODELS:
-        from hf_emopt.integrations.meta_model import load_config
+        from hf_emopt.integrations.models import load_config
 
         load_config(options.model, options.trust_remote_code)
     ours = _options(options.optim_args, [n for n in names if n in MATRIX_OPTIMIZERS])

@@ -139,7 +139,7 @@ def _one_model(options: argparse.Namespace) -> str:
 def _load(source: str, options: argparse.Namespace) -> nn.Module:
     import torch
 
-    from hf_emopt.integrations.meta_model import load_meta_model
+    from hf_emopt.integrations.models import load_meta_model
     from hf_emopt.integrations.optim_args import parse_value
 
     model = load_meta_model(source, options.trust_remote_code)
