@@ -16,6 +16,7 @@ __all__ = ["add", "run"]
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """The subcommand's options."""
     bench = commands.add_parser("bench", help="measurements on this machine")
+    bench.set_defaults(run=run)
     kinds = bench.add_subparsers(dest="bench", required=True)
     kernels = kinds.add_parser(
         "kernels",

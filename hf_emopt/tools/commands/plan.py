@@ -24,6 +24,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "floating-point operations of a step. With --layout, --gpu or --network it also predicts the time of an optimizer "
         "step, what travels, the memory of a rank and how even the work is. Needs a configuration, not weights.",
     )
+    plan.set_defaults(run=run)
     plan.add_argument("model", nargs="?", help="a Hub id, a folder with a config.json, or such a file")
     plan.add_argument("--model", dest="model_option", metavar="MODEL", help="the same")
     plan.add_argument("--optim", nargs="+", default=["muon"], help="optimizer names (default: muon)")
