@@ -22,7 +22,7 @@ _DESCRIPTION = (
 
 
 class Parser(argparse.ArgumentParser):
-    """Refuses unknown options itself; argparse leaves them to the parser around the subcommands, with the usage of that one."""
+    """Refuses unknown options itself; argparse leaves them to the parser around the subcommands and prints its usage."""
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
