@@ -181,7 +181,7 @@ def convert(path: str | Path, output: str | Path) -> list[str]:
     }
     save_file(plain, target / "model.safetensors", metadata={"format": "pt"})
     if folder != source:
-        _copy_rest(source, folder, target)
+        _copy_rest(source, target)
     return sorted(p.name for p in target.iterdir())
 
 
@@ -197,7 +197,7 @@ def _other_weights(source: Path, folder: Path, trained: dict[str, Tensor]) -> di
     return {n: t for n, t in module.items() if isinstance(t, Tensor) and t.numel() and t.data_ptr() not in known}
 
 
-def _copy_rest(source: Path, folder: Path, target: Path) -> None:
+def _copy_rest(source: Path, target: Path) -> None:
     skipped = {"latest", "zero_to_fp32.py", "trainer_state.json", "optimizer.pt", "model.safetensors.index.json"}
     for item in sorted(source.iterdir()):
         if item.is_file() and item.name not in skipped and not item.name.startswith("model"):

@@ -53,7 +53,7 @@ class MeasuringCallback(TrainerCallback):
             if _will_log(args, state, kwargs.get("train_dataloader")):
                 optimizer._diagnostics.start()
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
+    def on_step_end(self, *_: Any, **kwargs: Any) -> None:
         # Reading is a collective, and a Trainer's log() may run on some ranks only.
         optimizer = unwrap_optimizer(kwargs.get("optimizer"))
         if optimizer is not None and optimizer._diagnostics.watch is not None:
@@ -93,7 +93,7 @@ class EmoptCallback(MeasuringCallback):
         check_level(level, "EmoptCallback: level")
         self.level: Level = level
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, *_: Any, **kwargs: Any) -> None:
         """Sets the level of the optimizer; warns where it is none of ours."""
         optimizer = unwrap_optimizer(kwargs.get("optimizer"))
         if optimizer is None:

@@ -60,7 +60,7 @@ class QKClipCallback(TrainerCallback):
         self._recorder: MaxLogits | None = None
         self._largest, self._clipped = float("-inf"), 0
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: TrainingArguments, *_: Any, **kwargs: Any) -> None:
         """Finds queries and keys.
 
         Raises:
@@ -97,7 +97,7 @@ class QKClipCallback(TrainerCallback):
             self._recorder.reset()
             self._recorder.start()
 
-    def on_optimizer_step(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
+    def on_optimizer_step(self, *_: Any, **kwargs: Any) -> None:
         """Clips.
 
         Raises:
@@ -129,7 +129,7 @@ class QKClipCallback(TrainerCallback):
         add_to_log(logs, state, {"qk_clip/max_logit": self._largest, "qk_clip/clipped_heads": self._clipped})
         self._largest, self._clipped = float("-inf"), 0
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
+    def on_train_end(self, *_: Any, **kwargs: Any) -> None:
         """Lets go of the model."""
         self._stop()
 

@@ -205,7 +205,7 @@ class DefaultCallback(MeasuringCallback):
         rates = self._rates or group_learning_rates(optimizer)
         return {**rates, **({"skipped_steps": skipped} if skipped else {}), **measured}
 
-    def on_init_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
+    def on_init_end(self, args: TrainingArguments, *_: Any, **kwargs: Any) -> None:
         """Refuses before models are wrapped.
 
         Raises:
@@ -239,13 +239,13 @@ class DefaultCallback(MeasuringCallback):
             for sentence in overruled_environment(args):
                 logger.warning(sentence)
 
-    def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
+    def on_pre_optimizer_step(self, *_: Any, **kwargs: Any) -> None:
         # By the time of the log the scheduler has moved on; the log's `learning_rate` is the one of this step.
         optimizer = unwrap_optimizer(kwargs.get("optimizer"))
         if optimizer is not None:
             self._rates = group_learning_rates(optimizer)
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
+    def on_train_end(self, *_: Any, **kwargs: Any) -> None:
         """Leaves current parameters behind."""
         synchronize(kwargs.get("optimizer"))
 

@@ -66,10 +66,9 @@ def rows(
     return tuple(views)
 
 
-def heads(shape: Sequence[int], head_dim: int, *, name: str = "", transposed: bool = False) -> tuple[MatrixView, ...]:
+def heads(shape: Sequence[int], head_dim: int) -> tuple[MatrixView, ...]:
     """One projection ``(heads * head_dim, in)`` as a batch of heads ``(heads, head_dim, in)``."""
-    out = shape[1] if transposed else shape[0]
-    return rows(shape, ((name, out),), transposed=transposed, head_dim=head_dim)
+    return rows(shape, (("", shape[0]),), head_dim=head_dim)
 
 
 def grouped_rows(

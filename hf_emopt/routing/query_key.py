@@ -186,7 +186,7 @@ class _Search:
             part, _, leaf = relative.rpartition(".")
             if leaf != "weight" or "." in part:
                 continue
-            for side, rows, dim in self._sides(info, part, relative):
+            for side, rows, dim in self._sides(info, part):
                 self._check_whole(info)
                 if head is None or rows.numel() % head:
                     raise ValueError(
@@ -198,7 +198,7 @@ class _Search:
             return None
         return sides["q"], sides["k"], head
 
-    def _sides(self, info: ParameterInfo, part: str, relative: str) -> list[tuple[str, Tensor, int]]:
+    def _sides(self, info: ParameterInfo, part: str) -> list[tuple[str, Tensor, int]]:
         """``(q or k, rows, dimension)`` of what a weight holds of the query and of the key."""
         transposed = "Conv1D" in class_names(info.owner)
         decision = family_rule(info)
