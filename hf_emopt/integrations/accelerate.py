@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 from collections.abc import Mapping
@@ -24,7 +23,7 @@ from torch import nn
 from hf_emopt.integrations.checkpoints import attach_checkpoint_hooks, synchronize
 from hf_emopt.integrations.optim_args import accepted_form, parse_optim_args, parse_value
 from hf_emopt.integrations.refusals import refuse_accelerator, refuse_layouts
-from hf_emopt.integrations.registry import OPTIMIZERS, PREFIX, optimizer_class
+from hf_emopt.integrations.registry import OPTIMIZERS, PREFIX, did_you_mean, optimizer_class
 from hf_emopt.optimizers.base import MatrixOptimizer
 
 __all__ = ["ENVIRONMENT_PREFIX", "Accelerator", "EmoptPlugin", "overruled_environment", "trainer_environment"]
@@ -232,8 +231,7 @@ def _typed(name: str, value: Any) -> Any:
         return value  # read as a whole, once the optimizer is known
     if name == "optim":
         if not isinstance(value, str) or value.removeprefix(PREFIX) not in OPTIMIZERS:
-            close = difflib.get_close_matches(str(value), OPTIMIZERS, n=1)
-            raise ValueError(", ".join(OPTIMIZERS) + (f"; did you mean {close[0]!r}?" if close else ""))
+            raise ValueError(", ".join(OPTIMIZERS) + did_you_mean(value, OPTIMIZERS))
         return value
     try:
         typed = parse_value(value, _TYPES[name])

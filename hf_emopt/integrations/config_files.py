@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -21,7 +20,7 @@ from hf_emopt.integrations.refusals import (
     fsdp1_problem,
     megatron_problem,
 )
-from hf_emopt.integrations.registry import OPTIMIZERS, optimizer_class
+from hf_emopt.integrations.registry import OPTIMIZERS, did_you_mean, optimizer_class
 from hf_emopt.integrations.transformers import handler_of
 
 __all__ = ["problems_of_config"]
@@ -134,12 +133,8 @@ def _misspelt_arguments(content: Content) -> list[str]:
     Other keys pass, since scripts read arguments of model and data from the same file.
     """
     known = [field.name for field in fields(TrainingArguments)]
-    problems = []
-    for key in (str(key) for key in content if key not in known):
-        close = difflib.get_close_matches(key, known, n=1, cutoff=CLOSE)
-        if close:
-            problems.append(f"TrainingArguments has no argument {key!r}; did you mean {close[0]!r}?")
-    return problems
+    hints = {str(key): did_you_mean(key, known, CLOSE) for key in content if key not in known}
+    return [f"TrainingArguments has no argument {key!r}{hint}" for key, hint in hints.items() if hint]
 
 
 def _optimizer_problems(content: Content) -> list[str]:
@@ -150,8 +145,7 @@ def _optimizer_problems(content: Content) -> list[str]:
     try:
         member = OptimizerNames(given)
     except ValueError:
-        close = difflib.get_close_matches(str(given), [name.value for name in OptimizerNames], n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
+        hint = did_you_mean(given, [name.value for name in OptimizerNames])
         return [f"optim={given!r} is no optimizer of hf_emopt ({', '.join(OPTIMIZERS)}) or of transformers{hint}"]
     if handler_of(cast(TrainingArguments, SimpleNamespace(optim=member))) is None:
         return []

@@ -58,10 +58,15 @@ def concatenated_qkv(name: str) -> ArchitectureRule:
         if parts is None:
             return None
         by_head = parameter.per_head and head is not None and all(size % head == 0 for _, size in parts)
-        views = rows(parameter.shape, parts, head_dim=head if by_head else None)
-        return matrix(views, _fused("q, k, v", by_head), "attention")
+        return _concatenated(parameter, parts, head, by_head)
 
     return rule
+
+
+def _concatenated(parameter: ParameterInfo, parts: Parts, head: int | None, by_head: bool) -> Decision:
+    """Parts q, k, v one after the other, each one matrix or one matrix per head of ``head`` rows."""
+    views = rows(parameter.shape, parts, head_dim=head if by_head else None)
+    return matrix(views, _fused("q, k, v", by_head), "attention")
 
 
 def gpt2(parameter: ParameterInfo, module: nn.Module, relative: str) -> Decision | None:
@@ -119,12 +124,7 @@ def falcon(parameter: ParameterInfo, module: nn.Module, relative: str) -> Decisi
         return _grouped_qkv(parameter, kv_heads, query_heads // kv_heads, head)
     if not getattr(module, "multi_query", False):
         return _grouped_qkv(parameter, query_heads, 1, head)
-    views = rows(
-        parameter.shape,
-        (("q", query_heads * head), ("k", head), ("v", head)),
-        head_dim=head if parameter.per_head else None,
-    )
-    return matrix(views, _fused("q, k, v", parameter.per_head), "attention")
+    return _concatenated(parameter, (("q", query_heads * head), ("k", head), ("v", head)), head, parameter.per_head)
 
 
 def gpt_bigcode(parameter: ParameterInfo, module: nn.Module, relative: str) -> Decision | None:
@@ -135,8 +135,7 @@ def gpt_bigcode(parameter: ParameterInfo, module: nn.Module, relative: str) -> D
     if not getattr(module, "multi_query", False):
         return _grouped_qkv(parameter, parameter.shape[0] // (3 * head), 1, head)
     parts = (("q", parameter.shape[0] - 2 * head), ("k", head), ("v", head))
-    views = rows(parameter.shape, parts, head_dim=head if parameter.per_head else None)
-    return matrix(views, _fused("q, k, v", parameter.per_head), "attention")
+    return _concatenated(parameter, parts, head, parameter.per_head)
 
 
 def codegen(parameter: ParameterInfo, module: nn.Module, relative: str) -> Decision | None:

@@ -98,10 +98,13 @@ def flagged_experts(parameter: ParameterInfo, module: nn.Module, relative: str) 
     """Experts that carry their layout: transformers sets ``is_transposed``, ``is_concatenated``, ``has_gate``."""
     if len(parameter.shape) != 3 or "." in relative:
         return None
-    transposed = bool(module.is_transposed)
     fused = relative == "gate_up_proj" and bool(module.has_gate)
+    return _experts(parameter, fused, bool(module.is_transposed), not module.is_concatenated)
+
+
+def _experts(parameter: ParameterInfo, fused: bool, transposed: bool, interleaved: bool = False) -> Decision:
+    """A stack of experts, with gate and up fused along the outputs or not."""
     names = ("gate", "up") if fused else ()
-    interleaved = not module.is_concatenated
     views = expert_stack(parameter.shape, names, transposed=transposed, interleaved=interleaved)
     layout = ("interleaved " if interleaved else "") + "gate, up, split; " if fused else ""
     reason = f"expert stack, {layout}batch of experts" + ("; stored (in, out)" if transposed else "")
@@ -114,10 +117,7 @@ def plain_experts(*, transposed: bool) -> ArchitectureRule:
     def rule(parameter: ParameterInfo, module: nn.Module, relative: str) -> Decision | None:
         if relative not in ("gate_up_proj", "down_proj") or len(parameter.shape) != 3:
             return None
-        names = ("gate", "up") if relative == "gate_up_proj" else ()
-        reason = f"expert stack, {'gate, up, split; ' if names else ''}batch of experts"
-        views = expert_stack(parameter.shape, names, transposed=transposed)
-        return matrix(views, reason + ("; stored (in, out)" if transposed else ""), "expert")
+        return _experts(parameter, relative == "gate_up_proj", transposed)
 
     return rule
 
@@ -156,15 +156,13 @@ def xlnet(parameter: ParameterInfo, module: nn.Module, relative: str) -> Decisio
     if relative not in ("q", "k", "v", "o", "r") or len(parameter.shape) != 3:
         return None
     if relative == "o":
-        return matrix(
-            (MatrixView("o", parameter.shape, rows=(0,), cols=(1, 2)),), "projection of all heads", "attention"
-        )
-    if parameter.per_head:
-        matrix_view = MatrixView(relative, parameter.shape, rows=(2,), cols=(0,), batch=(1,))
-        return matrix((matrix_view,), "one matrix per head; stored (in, out)", "attention")
-    return matrix(
-        (MatrixView(relative, parameter.shape, rows=(1, 2), cols=(0,)),), "projection; stored (in, out)", "attention"
-    )
+        view, reason = MatrixView("o", parameter.shape, rows=(0,), cols=(1, 2)), "projection of all heads"
+    elif parameter.per_head:
+        view = MatrixView(relative, parameter.shape, rows=(2,), cols=(0,), batch=(1,))
+        reason = "one matrix per head; stored (in, out)"
+    else:
+        view, reason = MatrixView(relative, parameter.shape, (1, 2), (0,)), "projection; stored (in, out)"
+    return matrix((view,), reason, "attention")
 
 
 # --- modules of torch itself ------------------------------------------------------------------------------------------

@@ -52,9 +52,8 @@ def rows(
     for name, start, stop in _bounds(parts, out):
         width = _head_dim(head_dim, name)
         if width is None:
-            view = (inp, out) if transposed else (out, inp)
-            dim = 1 if transposed else 0
-            views.append(MatrixView(name, view, rows=(dim,), cols=(1 - dim,), dim=dim, start=start, stop=stop))
+            dim = int(transposed)
+            views.append(MatrixView(name, tuple(shape), rows=(dim,), cols=(1 - dim,), dim=dim, start=start, stop=stop))
             continue
         if start % width or stop % width or out % width:
             raise ValueError(f"part {name!r} at rows {start}:{stop} of {out} does not consist of heads of {width} rows")
