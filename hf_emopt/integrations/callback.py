@@ -1,4 +1,4 @@
-"""Diagnostics in the logs of ``Trainer``: measured on steps that will be logged, and on no others."""
+"""Diagnostics in the logs of ``Trainer``: only steps that will be logged are measured."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class MeasuringCallback(TrainerCallback):
     """Measures an optimizer that has a level set; the base of the default callback of every ``Trainer`` and of the user's."""
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
-        # Not right before the optimizer's step: DeepSpeed takes it inside of backward.
+        # Right before the optimizer's step would be too late: DeepSpeed steps inside of backward.
         optimizer = unwrap_optimizer(kwargs.get("optimizer"))
         if optimizer is not None and optimizer._diagnostics.level is not None:
             optimizer._diagnostics.values = {}
@@ -94,7 +94,7 @@ class EmoptCallback(MeasuringCallback):
         self.level: Level = level
 
     def on_train_begin(self, *_: Any, **kwargs: Any) -> None:
-        """Sets the level of the optimizer; warns where it is none of ours."""
+        """Sets the level of the optimizer; warns where the optimizer is none of ours."""
         optimizer = unwrap_optimizer(kwargs.get("optimizer"))
         if optimizer is None:
             logger.warning(

@@ -25,17 +25,18 @@ class QKClipCallback(TrainerCallback):
     too. Logs get ``qk_clip/max_logit``, the largest logit since the last log, and ``qk_clip/clipped_heads``, how many
     times a head was clipped.
 
-    Logits are those of the weights before the step, so the next step finds them higher by what one step adds: that is what
-    the margin is for. A batch that is louder than those before it can still exceed the threshold once; it is clipped then.
+    Logits are measured on the weights before the step, so the next forward pass finds them higher by the growth of one step.
+    The margin leaves room for this growth. A batch with larger logits than the batches before it can still exceed the
+    threshold once; its heads are clipped then.
 
     Args:
-        threshold: largest logit that there is to be; 100 in the paper.
+        threshold: largest allowed logit; 100 in the paper.
         every: optimizer steps from one clip to the next; in between nothing is measured.
         mode: ``"exact"`` or ``"bound"``, see :class:`hf_emopt.MaxLogits`.
         balance: the query's share of a factor as an exponent, 0 to 1.
         modules: regular expressions for attention modules' names; the others are left alone.
-        margin: part of the threshold that is left free for what ``every`` steps add, from 0 on and below 1. 0 is the
-            paper's algorithm, which scales to the threshold itself.
+        margin: share of the threshold that is left free for the growth of logits in ``every`` steps, at least 0 and below 1.
+            0 is the paper's algorithm, which scales to the threshold itself.
 
     Raises:
         ValueError: a value is out of range.
@@ -87,7 +88,7 @@ class QKClipCallback(TrainerCallback):
                 "QKClipCallback: no attention module has a query or key that trains and that a factor acts on (all are "
                 "frozen, or normed without a weight): there is nothing to clip"
             )
-        # What cannot be acted on is not measured either.
+        # Modules that a clip cannot act on are not measured.
         recorder.leave_out([name for name, query_key in recorder.found.items() if not query_key.trains])
         self._recorder = recorder
 
@@ -130,7 +131,7 @@ class QKClipCallback(TrainerCallback):
         self._largest, self._clipped = float("-inf"), 0
 
     def on_train_end(self, *_: Any, **kwargs: Any) -> None:
-        """Lets go of the model."""
+        """Drops the reference to the model."""
         self._stop()
 
     def _stop(self) -> None:

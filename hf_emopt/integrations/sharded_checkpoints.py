@@ -46,7 +46,7 @@ def can_save() -> bool:
 
 @contextmanager
 def permitted(model: Any, args: Any) -> Iterator[None]:
-    """Inside, ``Trainer`` can be made for a sharded model whose optimizer is to be saved as well.
+    """A context in which ``Trainer`` accepts a sharded model whose optimizer is to be saved as well.
 
     Raises:
         ValueError: transformers is too old to write such an optimizer.
@@ -68,12 +68,12 @@ def permitted(model: Any, args: Any) -> Iterator[None]:
 
 
 def save_optimizer(trainer: Any, folder: str | Path) -> None:
-    """Optimizer and schedule into a checkpoint. All ranks must call it."""
+    """Saves optimizer and schedule into a checkpoint. All ranks must call it."""
     from transformers.distributed.checkpoint import save_optimizer_distributed
 
     ours = unwrap_optimizer(trainer.optimizer)
     assert ours is not None
-    ours.consolidate_state_dict(to=None)  # of plain parameters beside sharded ones, which lies with owners
+    ours.consolidate_state_dict(to=None)  # owners hold the state of plain parameters
     save_optimizer_distributed(trainer.model, ours, str(Path(folder) / FOLDER))
     if trainer.args.should_save:
         torch.save(trainer.lr_scheduler.state_dict(), Path(folder) / _SCHEDULER)
@@ -81,7 +81,7 @@ def save_optimizer(trainer: Any, folder: str | Path) -> None:
 
 
 def load_optimizer(trainer: Any, folder: str | Path) -> bool:
-    """Optimizer and schedule from a checkpoint that has them; whether it has. All ranks must call it.
+    """Loads optimizer and schedule from a checkpoint, and returns whether it has them. All ranks must call it.
 
     Raises:
         CheckpointError: some ranks see the state and some do not.
@@ -105,7 +105,7 @@ def load_optimizer(trainer: Any, folder: str | Path) -> bool:
 
 @torch.no_grad()
 def load_weights(model: Any, folder: str | Path) -> None:
-    """Whole weights that ``save_pretrained`` has written, each rank its part. All ranks must call it.
+    """Loads this rank's part of whole weights that ``save_pretrained`` has written. All ranks must call it.
 
     Raises:
         CheckpointError: the weights there are another model's.

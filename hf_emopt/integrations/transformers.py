@@ -8,8 +8,8 @@ all idempotent and without effect on other optimizers:
    dies there of a list, a flag or a mapping with an error that names nothing. Ours are parsed by
    :mod:`hf_emopt.integrations.optim_args` instead;
 3. adds :class:`DefaultCallback` to the default callbacks: every group's learning rate in the logs, diagnostics where they
-   are asked for, and the route of the parameters once at the start. A callback of the user's would come after those of
-   the loggers;
+   are asked for, and the route of the parameters once at the start. A callback of the user's would run after the loggers'
+   callbacks;
 4. wraps the methods of ``Trainer`` that save and evaluate: see :mod:`hf_emopt.integrations.checkpoints`;
 5. wraps ``Trainer.create_optimizer``, which would give one of our classes in ``optimizer_cls_and_kwargs`` two lists of
    parameters, in which nothing says which of them are embeddings and heads.
@@ -161,7 +161,7 @@ def _create_optimizer(original: Callable[..., Any], self: trainer.Trainer, *args
 def group_learning_rates(optimizer: MatrixOptimizer, peak: bool = False) -> dict[str, float]:
     """Learning rates by kind of parameter group, ``{"lr/matrix": ..., "lr/aux": ...}``, as they are now.
 
-    With ``peak``, as the user gave them: what a scheduler warms up to.
+    With ``peak``, the rates as the user gave them, which a scheduler warms up to.
 
     Groups of one kind that started from the same rate and still have it (with and without weight decay, say) are one
     entry; any other is added under its own name.
@@ -186,8 +186,8 @@ class DefaultCallback(MeasuringCallback):
     At the start of training: one line at warning level (so that it is seen under the default verbosity) and the whole
     route of the parameters at info level. In each training log: ``lr/matrix`` and ``lr/aux`` beside ``learning_rate``,
     which is the first group's alone, ``skipped_steps`` once a step has been skipped for a gradient that is not finite, and
-    the diagnostics that :class:`hf_emopt.EmoptCallback` or the environment has asked for. A callback of the user's would come
-    after those of the loggers.
+    the diagnostics that :class:`hf_emopt.EmoptCallback` or the environment has asked for. A callback of the user's would run
+    after the loggers' callbacks.
     """
 
     route_level = levels.INFO
@@ -197,9 +197,9 @@ class DefaultCallback(MeasuringCallback):
         self._rates: dict[str, float] = {}
 
     def metrics(self, optimizer: MatrixOptimizer) -> dict[str, float]:
-        """What belongs into a training log: rates of the last step, skipped steps unless there is none, and diagnostics."""
+        """The figures for a training log: rates of the last step, skipped steps if there are any, and diagnostics."""
         measured = super().metrics(optimizer)
-        # Where it was measured, the device is not asked again.
+        # A measured count spares a second transfer from the device.
         skipped = measured.get("emopt/skipped_steps")
         skipped = optimizer.skipped_steps if skipped is None else skipped
         rates = self._rates or group_learning_rates(optimizer)

@@ -15,7 +15,7 @@ __all__ = ["visible_of"]
 def visible_of(
     implementation: str | None, module: nn.Module, query: Tensor, key: Tensor, mask: Any, kwargs: dict[str, Any]
 ) -> Visible:
-    """What an attention function makes of its mask and keyword arguments.
+    """The keys that each query sees by the mask and keyword arguments of an attention function.
 
     Args:
         implementation: name that the function is registered under; ``None`` or ``"eager"`` for a model's own.
