@@ -51,10 +51,10 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class CheckpointError(ValueError):
-    """A file of a checkpoint that cannot be read, or is not what it should be; the message names it and the cause."""
+    """A file of a checkpoint that cannot be read, or has the wrong content; the message names it and the cause."""
 
 
-# ---------------------------------------------------------------------- what is whole
+# ---------------------------------------------------------------------- whole or not
 
 
 def problem_with(folder: str | Path) -> str | None:
@@ -82,7 +82,7 @@ def problem_with(folder: str | Path) -> str | None:
 
 
 def newest_checkpoint(output_dir: str | Path) -> Path | None:
-    """The ``checkpoint-N`` of the highest ``N`` that is whole, or ``None``; what died while it was saved is passed over."""
+    """The ``checkpoint-N`` of the highest ``N`` that is whole, or ``None``; folders of interrupted saves are passed over."""
     root = Path(output_dir)
     folders = [p for p in root.iterdir() if p.is_dir() and _FOLDER.match(p.name)] if root.is_dir() else []
     for folder in sorted(folders, key=lambda p: -int(p.name.rpartition("-")[2])):
@@ -135,7 +135,7 @@ def _problem_with_distributed(folder: Path) -> str | None:
     return None
 
 
-# ---------------------------------------------------------------------- where and what
+# ---------------------------------------------------------------------- finding and reading
 
 
 def find_optimizer_state(path: str | Path) -> Path | None:
@@ -179,7 +179,7 @@ def read_optimizer_state(path: str | Path, only_description: bool = False) -> di
 
     Returns:
         ``{"state": ..., "param_groups": ...}``, as ``optimizer.load_state_dict`` takes it. Files are mapped into memory, so
-        that what is not used is not read.
+        that unused tensors are not read.
 
     Raises:
         CheckpointError: naming the file and what is wrong with it.

@@ -1,4 +1,4 @@
-"""Rules for what is not attention: parts of equal size, state space models, gated MLPs, experts, modules of torch."""
+"""Rules for modules other than attention: parts of equal size, state space models, gated MLPs, experts, modules of torch."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def multihead_attention(parameter: ParameterInfo, module: nn.Module, relative: s
 
 
 def recurrent(parameter: ParameterInfo, module: nn.Module, relative: str) -> Decision | None:
-    """``nn.LSTM``, ``nn.GRU``, ``nn.RNN`` and their cells: the gates lie one after the other along the outputs."""
+    """``nn.LSTM``, ``nn.GRU``, ``nn.RNN`` and their cells: the gates are stored one after the other along the outputs."""
     if not relative.startswith(("weight_ih", "weight_hh")) or len(parameter.shape) != 2:
         return None
     hidden = setting(module, "hidden_size") or parameter.shape[0]

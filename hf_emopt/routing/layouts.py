@@ -41,7 +41,7 @@ def rows(
     Args:
         shape: ``(out, in)``, or ``(in, out)`` when ``transposed``.
         parts: name and number of outputs of every matrix, in storage order.
-        transposed: the outputs lie along dimension 1, as in GPT-2's ``Conv1D``.
+        transposed: the outputs are dimension 1, as in GPT-2's ``Conv1D``.
         head_dim: outputs per head; gives a matrix view ``(heads, head_dim, in)`` for the parts that it names.
 
     Raises:

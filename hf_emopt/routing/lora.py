@@ -1,4 +1,4 @@
-"""What a parameter is in its LoRA adapter, as a value."""
+"""The role of a parameter in its LoRA adapter, as a value."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ LORA_MODES: tuple[str, ...] = ("separate", "joint")
 
 @dataclass(frozen=True)
 class Adapter:
-    """What a parameter is in its LoRA adapter.
+    """The role of a parameter in its LoRA adapter.
 
     Attributes:
         side: ``"A"`` (rank x inputs) or ``"B"`` (outputs x rank).
         partner: name of the other factor; empty where it is not trained or not a LoRA factor.
-        scaling: what the model multiplies ``B A`` by.
+        scaling: factor of ``B A`` in the model.
         outputs, inputs: shape of the product; 0 where the partner is unknown.
         rank: columns of B that belong to one product.
-        starts: whether the factor is one of those that start at zero: B, or an embedding's A.
+        starts: whether the factor is the zero-init one: B, or an embedding's A.
         joint: whether it is stepped together with its partner.
     """
 

@@ -26,7 +26,7 @@ class MatrixView:
     ``batch + rows + cols``.
 
     Attributes:
-        name: what the matrix is (``"q"``, ``"gate"`` ...); empty for a parameter that is one matrix view.
+        name: role of the matrix (``"q"``, ``"gate"`` ...); empty for a parameter that is one matrix view.
         view: shape that the whole parameter is reshaped to; ``prod(view) == parameter.numel()``.
         rows: view dimensions that make up the outputs.
         cols: view dimensions that make up the inputs.

@@ -47,7 +47,7 @@ def decide(info: ParameterInfo, special: dict[int, tuple[str, str]]) -> Decision
     if decision is None and id(info.parameter) in special:
         role, reason = special[id(info.parameter)]
         return aux(reason, role)
-    if len(info.shape) > 1:  # a flattened parameter has lost what a family could say of it
+    if len(info.shape) > 1:  # no family knows a flattened parameter
         decision = decision or family_rule(info)
     decision = decision or _no_matrix(info) or _by_owner(info)
     if decision is None and isinstance(info.owner, nn.utils.parametrize.ParametrizationList):

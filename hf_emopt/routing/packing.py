@@ -32,5 +32,5 @@ def unpack_matrix_views(packed: Sequence[Sequence[Any]]) -> tuple[MatrixView, ..
 
 
 def adapter_at(group: dict[str, Any], position: int) -> Adapter | None:
-    """What the parameter at a position of a group is in its LoRA adapter."""
+    """The adapter role of the parameter at a position of a group; ``None`` outside adapters."""
     return unpack_adapter(group["adapters"][position]) if "adapters" in group else None

@@ -1,4 +1,4 @@
-"""Where the query and key of every attention head lie: which rows of which weights a factor on a head's logits acts on."""
+"""The rows of weights that compute the query and key of every attention head, where a factor on its logits acts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _KEY = frozenset({"k_proj", "k", "key", "k_lin", "key_proj", "to_k", "wk"})
 _QUERY_NORMS = frozenset({"q_norm", "query_norm", "q_layernorm", "query_layernorm", "q_ln", "norm_q", "q_layer_norm"})
 _KEY_NORMS = frozenset({"k_norm", "key_norm", "k_layernorm", "key_layernorm", "k_ln", "norm_k", "k_layer_norm"})
 _BOTH_NORMS = frozenset({"qk_norm"})
-# Norms of other things: of values, of the output, of what the projections read.
+# Norms of values, of the output and of the projections' inputs.
 _OTHER_NORMS = frozenset(
     {
         "v_norm", "value_norm", "o_norm", "out_norm", "sub_norm", "attn_sub_norm", "inner_attn_ln", "q_a_layernorm",
@@ -42,7 +42,7 @@ class HeadRows:
     Attributes:
         name: in ``model.named_parameters()``.
         parameter: the tensor that had this name when the model was searched.
-        dim: dimension along which the heads lie; the other dimensions belong to each of them.
+        dim: dimension of the heads; each head has all of the other dimensions.
         rows: ``(heads, n)`` int64 indices along ``dim``, on the CPU; ``(1, n)`` where all heads share them.
         zero_centered: the module multiplies by ``1 + weight``.
     """
@@ -59,10 +59,10 @@ class QueryKey:
     """What a clip of one attention module's logits can act on. Parts that do not train are left out.
 
     Attributes:
-        name: the module's name without what wrappers add.
+        name: the module's name without the components of wrappers.
         module: the attention module.
         heads, kv_heads, head_dim: of the logits' query and key.
-        query: what the query head shares no key with but its group's, so that the factor is divided between the two.
+        query: rows of each query head that meet the key of their own group alone, which shares the factor with them.
         key: key heads, one for each group of ``heads // kv_heads`` query heads.
         query_alone: parts of the query whose key all heads share (the rotary part of latent attention): they take the
             whole factor.
@@ -91,8 +91,8 @@ def find_query_key(model: nn.Module, modules: str | Sequence[str] | None = None)
     """The queries and keys of a model's softmax attention, by the name of the attention module.
 
     Fused and transposed projections are taken apart as routing takes them apart. Where a norm stands behind a projection,
-    it cancels every factor on the projection's rows, and its own weight is what acts. Modules of which neither query nor key
-    trains are there with nothing to act on; modules that hold no query and key of a known name are not there.
+    it cancels every factor on the projection's rows, and the factor acts on the norm's own weight. A module whose query and
+    key do not train has an entry without rows; a module without a query and key of a known name has none.
 
     Args:
         model: wrapped or not, sharded or not.
@@ -199,7 +199,7 @@ class _Search:
         return sides["q"], sides["k"], head
 
     def _sides(self, info: ParameterInfo, part: str) -> list[tuple[str, Tensor, int]]:
-        """``(q or k, rows, dimension)`` of what a weight holds of the query and of the key."""
+        """``(q or k, rows, dimension)`` for the query and key in a weight."""
         transposed = "Conv1D" in class_names(info.owner)
         decision = family_rule(info)
         if decision is not None and decision.kind == "matrix":

@@ -1,4 +1,4 @@
-"""Which parts of which parameter are matrices. Asked once, before the model is sharded."""
+"""Decides which parts of which parameter are matrices, once, before the model is sharded."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def _decays(info: ParameterInfo, decision: Decision, layer_norms: set[str]) -> b
 
 
 def _by_name(name: str, shape: tuple[int, ...]) -> Decision:
-    """Route of a parameter of which only the name and the shape are known."""
+    """Decision for a parameter by its name and shape alone."""
     if sum(size > 1 for size in shape) < 2:
         return aux("by name: vector or gain", "gain")
     *path, leaf = name.split(".")
@@ -235,7 +235,7 @@ def route_named_parameters(
 def route_parameters_list(params: Iterable[Tensor]) -> RouteTable:
     """Routes parameters that have no names: two dimensions are a matrix ``(out, in)``, fewer are updated elementwise.
 
-    The caller says what goes in: embeddings and heads cannot be told from matrices here. Names in the table are
+    The caller selects the parameters, since embeddings and heads cannot be told from matrices here. Names in the table are
     ``param.0``, ``param.1`` ...; a parameter that occurs twice is one route.
 
     Raises:

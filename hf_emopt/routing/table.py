@@ -32,7 +32,7 @@ class ParameterRoute:
         aliases: its other names, for a tied weight.
         role: ``"linear"``, ``"attention"``, ``"expert"``, ``"conv"``, ``"adapter"`` for matrices; ``"embedding"``,
             ``"head"``, ``"router"``, ``"norm"``, ``"bias"``, ``"gain"``, ``"depthwise"``, ``"bare"`` ... for others.
-        adapter: what it is in its LoRA adapter; ``None`` for what belongs to none.
+        adapter: its role in a LoRA adapter; ``None`` outside adapters.
     """
 
     name: str
@@ -113,7 +113,7 @@ class RouteTable(Sequence[ParameterRoute]):
 
     @property
     def matrix_count(self) -> int:
-        """Number of matrices: what one optimizer step transforms."""
+        """Number of matrices that one optimizer step transforms."""
         return sum(route.matrix_count for route in self.matrices)
 
     def collapsed(self) -> list[dict[str, Any]]:

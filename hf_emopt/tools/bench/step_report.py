@@ -1,4 +1,4 @@
-"""Tables, JSON and plots of what :mod:`hf_emopt.tools.bench.step` has measured."""
+"""Tables, JSON and plots of the figures of :mod:`hf_emopt.tools.bench.step`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _reason(row: Row) -> str:
 
 
 def about(settings: Settings, world_size: int) -> dict[str, Any]:
-    """Where and what was measured. The commit is that of the working directory, where that is a repository."""
+    """Facts of a measurement: settings, versions, card, and the commit of the working directory if it is a repository."""
     commit = None
     try:
         run = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
@@ -58,12 +58,12 @@ def about(settings: Settings, world_size: int) -> dict[str, Any]:
 
 
 def save(path: Path, facts: dict[str, Any], rows: Sequence[Row], **more: Any) -> None:
-    """Writes JSON: ``about``, ``rows`` and what else is given."""
+    """Writes JSON: ``about``, ``rows`` and all other arguments."""
     path.write_text(json.dumps({"about": facts, "rows": list(rows), **more}, indent=1) + "\n")
 
 
 def plot(path: Path, facts: dict[str, Any], rows: Sequence[Row]) -> None:
-    """One bar a row: the step without an optimizer, and what the optimizer adds to it; beside it ``step()`` alone."""
+    """Bars for each row: the step without an optimizer with the optimizer's addition on top, and ``step()`` alone."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -100,7 +100,7 @@ def _check_figures(path: str) -> None:
 
 
 def _processes(options: argparse.Namespace) -> int:
-    """How many, checked against what is here."""
+    """The number of processes, checked against the GPUs of this machine."""
     import torch
 
     gpus = torch.cuda.device_count()
