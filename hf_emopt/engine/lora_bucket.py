@@ -139,7 +139,7 @@ def _updates(
         planned = bucket.parameters[owned[k].parameter]
         adapter = adapter_at(engine.groups[bucket.group], planned.position)
         assert adapter is not None
-        if adapter.starts:
+        if adapter.zero_init:
             other = place[adapter.partner]
             key = (adapter.side, owned[k].matrix_views[0].shape[1:], owned[other].matrix_views[0].shape[1:])
             alike[key].append(_Job(other, k, adapter))

@@ -64,7 +64,7 @@ def link_adapters(routes: Sequence[ParameterRoute], infos: dict[str, ParameterIn
             outputs=factors["B"].shape[1] if factors else 0,
             inputs=factors["A"].shape[1] if factors else 0,
             rank=factors["B"].shape[2] if factors else min(route.shape[:2]),
-            starts=side in ("lora_B", "lora_embedding_A"),
+            zero_init=side in ("lora_B", "lora_embedding_A"),
         )
         if lora == "joint" and route.role != "override":
             _check_pair(route, partner, factors, layer)

@@ -22,7 +22,7 @@ class Adapter:
         scaling: factor of ``B A`` in the model.
         outputs, inputs: shape of the product; 0 where the partner is unknown.
         rank: columns of B that belong to one product.
-        starts: whether the factor is the zero-init one: B, or an embedding's A.
+        zero_init: whether the factor starts at zero: B, or an embedding's A.
         joint: whether it is stepped together with its partner.
     """
 
@@ -32,7 +32,7 @@ class Adapter:
     outputs: int
     inputs: int
     rank: int
-    starts: bool
+    zero_init: bool
     joint: bool = False
 
 
