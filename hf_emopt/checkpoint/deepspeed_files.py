@@ -102,15 +102,15 @@ def read_deepspeed(path: str | Path, only_description: bool = False) -> dict[str
 def _whole_state(folder: Path, parts: list[dict[str, Any]], only_description: bool = False) -> dict[str, Any]:
     states = [_state_of(part, folder) for part in parts]
     if only_description:
-        states = [{**state, "state": {i: _described(entry) for i, entry in state["state"].items()}} for state in states]
+        for state in states:
+            state["state"] = {
+                index: {key: value if is_count(key) else value.to("meta") for key, value in entry.items()}
+                for index, entry in state["state"].items()
+            }
     try:
         return merged(states) if is_runs(states[0]) else states[0]
     except ValueError as error:
         raise CheckpointError(f"{folder}: {error}") from error
-
-
-def _described(entry: dict[str, Any]) -> dict[str, Any]:
-    return {key: value if is_count(key) else value.to("meta") for key, value in entry.items()}
 
 
 def _whole_weights(folder: Path, parts: list[dict[str, Any]]) -> dict[str, Tensor]:

@@ -96,7 +96,10 @@ class EmoptTrainerMixin:
             and not is_sharded_at_load(getattr(trainer, "model", None))
             and not args.torch_compile
             and not getattr(args, "use_vllm", False)
-            and all(_is_known(callback) for callback in trainer.callback_handler.callbacks)
+            and all(
+                type(callback).__module__.partition(".")[0] in ("transformers", "hf_emopt")
+                for callback in trainer.callback_handler.callbacks
+            )
         )
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
@@ -151,7 +154,3 @@ class EmoptTrainerMixin:
 
 class EmoptTrainer(EmoptTrainerMixin, Trainer):
     """``transformers.Trainer`` with :class:`EmoptTrainerMixin`; the same arguments."""
-
-
-def _is_known(callback: Any) -> bool:
-    return type(callback).__module__.partition(".")[0] in ("transformers", "hf_emopt")

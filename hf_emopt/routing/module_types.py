@@ -49,7 +49,8 @@ def decide(info: ParameterInfo, special: dict[int, tuple[str, str]]) -> Decision
         return aux(reason, role)
     if len(info.shape) > 1:  # no family knows a flattened parameter
         decision = decision or family_rule(info)
-    decision = decision or _no_matrix(info) or _by_owner(info)
+    for rule in (_no_matrix, _router, _convolution, _conv1d, _linear, _experts, _embedding_table):
+        decision = decision or rule(info)
     if decision is None and isinstance(info.owner, nn.utils.parametrize.ParametrizationList):
         decision = aux("factor of a reparametrized weight (weight norm and the like)", "bare")
     if decision is None:
@@ -84,15 +85,6 @@ def _no_matrix(info: ParameterInfo) -> Decision | None:
         if len(info.shape) == 2 and is_linear(info.owner):
             return aux("one row or column: nothing to orthogonalize", "gain")
         return aux("vector or gain: at most one dimension larger than 1", "gain")
-    return None
-
-
-def _by_owner(info: ParameterInfo) -> Decision | None:
-    """The chain of type rules; the first answer counts."""
-    for rule in (_router, _convolution, _conv1d, _linear, _experts, _embedding_table):
-        decision = rule(info)
-        if decision is not None:
-            return decision
     return None
 
 

@@ -224,7 +224,7 @@ def _fold(names: Sequence[str]) -> list[tuple[str, set[tuple[int, ...]]]]:
     folded = []
     for grid in _grids({_numbers(name) for name in names}):
         slots = iter(grid)
-        parts = [_slot(next(slots)) if part == "{}" else part for part in template]
+        parts = [_ranges(next(slots)) if part == "{}" else part for part in template]
         folded.append((".".join(parts), set(itertools.product(*grid))))
     return folded
 
@@ -239,10 +239,6 @@ def _grids(points: set[tuple[int, ...]]) -> list[tuple[tuple[int, ...], ...]]:
     return [(tuple(heads), *grid) for tail, heads in tails.items() for grid in _grids(set(tail))]
 
 
-def _slot(numbers: tuple[int, ...]) -> str:
-    return str(numbers[0]) if len(numbers) == 1 else "{" + _ranges(numbers) + "}"
-
-
 def _ranges(numbers: Sequence[int]) -> str:
     runs: list[list[int]] = []
     for number in numbers:
@@ -250,7 +246,8 @@ def _ranges(numbers: Sequence[int]) -> str:
             runs[-1].append(number)
         else:
             runs.append([number])
-    return ",".join(f"{run[0]}..{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)
+    text = ",".join(f"{run[0]}..{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)
+    return text if len(numbers) == 1 else "{" + text + "}"
 
 
 def coverage_warning(table: RouteTable, threshold: float = 0.5) -> str | None:

@@ -31,12 +31,10 @@ def table(rows: Sequence[Row]) -> str:
         cells.append("" if adamw is None else f"{r['tokens_per_second'] / adamw:.3f}")
         cells += [f"{r[key]:.2f}" if key in r else "" for key in ("peak_gib", "reserved_gib", "state_gib")]
         lines.append(f"{r['optimizer_name']:20}" + "".join(f"{c:>10}" for c in cells))
-    lines += [f"{r['optimizer_name']:20}not measured: {_reason(r)}" for r in rows if "step" not in r]
+    for r in (r for r in rows if "step" not in r):
+        reason = str(r.get("unavailable") or r.get("error", "")).splitlines()[0]
+        lines.append(f"{r['optimizer_name']:20}not measured: {reason}")
     return "\n".join(lines)
-
-
-def _reason(row: Row) -> str:
-    return str(row.get("unavailable") or row.get("error", "")).splitlines()[0]
 
 
 def about(settings: Settings, world_size: int) -> dict[str, Any]:
