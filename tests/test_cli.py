@@ -241,9 +241,9 @@ def test_what_the_system_refuses_is_one_line_with_file_and_fix(tmp_path: Path, m
         (OSError("the Hub cannot be reached"), "hf-emopt: the Hub cannot be reached\n"),
     ):
 
-        def refused(options: object, error: OSError = error) -> int:
+        def refused(config: object, as_json: object, error: OSError = error) -> int:
             raise error
 
-        monkeypatch.setattr("hf_emopt.tools.cli.doctor.run", refused)
+        monkeypatch.setattr("hf_emopt.integrations.doctor.run", refused)
         assert main(["doctor"]) == 2
         assert message in capsys.readouterr().err

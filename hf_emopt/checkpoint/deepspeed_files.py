@@ -1,17 +1,15 @@
 """Checkpoints of DeepSpeed as files: the state of an optimizer of this package, and the float32 weights, made whole.
 
-Reads the files of all ranks without DeepSpeed being installed, and runs nothing from them: of what is pickled in them beside
-tensors and plain values, DeepSpeed's own classes come out as empty shells and everything else is an error.
+The files of all ranks are read without DeepSpeed, and no code is run from them
+(:mod:`hf_emopt.checkpoint.unpickler`).
 """
 
 from __future__ import annotations
 
-import pickle
 import re
 import shutil
 import zipfile
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,58 +18,20 @@ from torch import Tensor
 
 from hf_emopt.checkpoint.files import CheckpointError, read_safetensors
 from hf_emopt.checkpoint.flat_state_dict import FLATS, SHAPES, SPANS, is_runs, merged, whole_of
+from hf_emopt.checkpoint.unpickler import PICKLE_MODULE
 from hf_emopt.state.keys import is_count
 
-__all__ = ["convert", "find_deepspeed", "layout_of", "read_deepspeed", "read_deepspeed_weights"]
+__all__ = ["convert", "find_deepspeed", "layout_of", "read_deepspeed"]
 
 _RANK_FILE = re.compile(r"^(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt$")
 _MODEL_FILE = "mp_rank_00_model_states.pt"
-_ALLOWED = {
-    ("collections", "OrderedDict"),
-    ("collections", "defaultdict"),
-    ("builtins", "set"),
-    ("torch", "Size"),
-    ("torch", "Tensor"),
-    ("torch._tensor", "Tensor"),
-    ("torch._tensor", "_rebuild_from_type_v2"),
-    ("torch", "device"),
-    ("torch.nn.parameter", "Parameter"),
-    ("torch._utils", "_rebuild_tensor_v2"),
-    ("torch._utils", "_rebuild_parameter"),
-    ("torch.serialization", "_get_layout"),
-}
-
-
-class _Shell:
-    """In place of an object of DeepSpeed's."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def __setstate__(self, state: Any) -> None: ...
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if module.split(".")[0] == "deepspeed":
-            return _Shell
-        storage = module == "torch" and (
-            name.endswith("Storage") or isinstance(getattr(torch, name, None), torch.dtype)
-        )
-        if (module, name) in _ALLOWED or storage:
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{module}.{name} is no part of a checkpoint of an optimizer")
-
-
-_PICKLE = SimpleNamespace(
-    __name__="pickle", Unpickler=_Unpickler, load=lambda file, **kwargs: _Unpickler(file, **kwargs).load()
-)
 
 
 def _load(path: Path) -> dict[str, Any]:
-    """A file, mapped into memory: what is not used is not read."""
+    """The content of a file, mapped into memory, so that unused tensors are not read."""
     try:
         value: dict[str, Any] = torch.load(
-            path, map_location="cpu", weights_only=False, pickle_module=_PICKLE, mmap=zipfile.is_zipfile(path)
+            path, map_location="cpu", weights_only=False, pickle_module=PICKLE_MODULE, mmap=zipfile.is_zipfile(path)
         )
     except Exception as error:
         cause = str(error).strip().split("\n")[0] or type(error).__name__
@@ -142,25 +102,15 @@ def read_deepspeed(path: str | Path, only_description: bool = False) -> dict[str
 def _whole_state(folder: Path, parts: list[dict[str, Any]], only_description: bool = False) -> dict[str, Any]:
     states = [_state_of(part, folder) for part in parts]
     if only_description:
-        states = [{**state, "state": {i: _described(entry) for i, entry in state["state"].items()}} for state in states]
+        for state in states:
+            state["state"] = {
+                index: {key: value if is_count(key) else value.to("meta") for key, value in entry.items()}
+                for index, entry in state["state"].items()
+            }
     try:
         return merged(states) if is_runs(states[0]) else states[0]
     except ValueError as error:
         raise CheckpointError(f"{folder}: {error}") from error
-
-
-def _described(entry: dict[str, Any]) -> dict[str, Any]:
-    return {key: value if is_count(key) else value.to("meta") for key, value in entry.items()}
-
-
-def read_deepspeed_weights(path: str | Path) -> dict[str, Tensor]:
-    """Whole float32 weights by name, from the partitions of all ranks.
-
-    Raises:
-        CheckpointError: naming the file and what is wrong with it.
-    """
-    folder = _found(path)
-    return _whole_weights(folder, _parts(folder))
 
 
 def _whole_weights(folder: Path, parts: list[dict[str, Any]]) -> dict[str, Tensor]:
@@ -231,7 +181,7 @@ def convert(path: str | Path, output: str | Path) -> list[str]:
     }
     save_file(plain, target / "model.safetensors", metadata={"format": "pt"})
     if folder != source:
-        _copy_rest(source, folder, target)
+        _copy_rest(source, target)
     return sorted(p.name for p in target.iterdir())
 
 
@@ -247,7 +197,7 @@ def _other_weights(source: Path, folder: Path, trained: dict[str, Tensor]) -> di
     return {n: t for n, t in module.items() if isinstance(t, Tensor) and t.numel() and t.data_ptr() not in known}
 
 
-def _copy_rest(source: Path, folder: Path, target: Path) -> None:
+def _copy_rest(source: Path, target: Path) -> None:
     skipped = {"latest", "zero_to_fp32.py", "trainer_state.json", "optimizer.pt", "model.safetensors.index.json"}
     for item in sorted(source.iterdir()):
         if item.is_file() and item.name not in skipped and not item.name.startswith("model"):

@@ -1,14 +1,14 @@
 """Files of checkpoints: which are whole, where in a folder the optimizer's state is, and how it is read.
 
-Nothing here runs code from a file: tensors and plain values are all that is unpickled, and of
-``torch.distributed.checkpoint`` its own descriptions of what is where.
+Reading runs no code from a file: ``torch.load`` is called with ``weights_only=True``, and the descriptions that
+``torch.distributed.checkpoint`` pickles go through :mod:`hf_emopt.checkpoint.unpickler`.
 """
 
 from __future__ import annotations
 
+import codecs
 import io
 import json
-import pickle
 import re
 import zipfile
 from collections import defaultdict
@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 
-from hf_emopt.checkpoint.unreadable import why_unreadable
+from hf_emopt.checkpoint.unpickler import SafeUnpickler
 
 __all__ = [
     "CheckpointError",
@@ -41,39 +41,20 @@ __all__ = [
 _FOLDER = re.compile(r"^checkpoint-(\d+)$")
 _METADATA = ".metadata"
 
-# Names that torch.distributed.checkpoint's metadata is made of, on all versions; nothing here does anything when called.
-_ALLOWED = {
-    ("torch", "Size"),
-    ("torch._utils", "_rebuild_device"),
-    ("torch.serialization", "_get_layout"),
-    ("collections", "OrderedDict"),
-    ("pathlib", "PosixPath"),
-    ("pathlib", "WindowsPath"),
-    ("pathlib._local", "PosixPath"),
-    ("pathlib._local", "WindowsPath"),
-}
-_ALLOWED_MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
-_ALLOWED_CLASSES = frozenset(
-    {
-        "Metadata",
-        "MetadataIndex",
-        "TensorStorageMetadata",
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "TensorProperties",
-        "StorageMeta",
-        "_MEM_FORMAT_ENCODING",
-        "_StorageInfo",
-        "_StoragePrefix",
-    }
+_INTERRUPTED = (
+    "If the save was interrupted, resume from an older checkpoint; hf_emopt.newest_checkpoint(output_dir) finds the newest "
+    "that is whole"
 )
+_OTHER = "Name a checkpoint's folder, or the file with the optimizer's state in it (optimizer.pt, optimizer.bin)"
+_NOT_ALLOWED = re.compile(r"GLOBAL ([\w.]+)")  # torch's unpickler names the class that it does not allow
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class CheckpointError(ValueError):
-    """A file of a checkpoint that cannot be read, or is not what it should be; the message names it and the cause."""
+    """A file of a checkpoint that cannot be read, or has the wrong content; the message names it and the cause."""
 
 
-# ---------------------------------------------------------------------- what is whole
+# ---------------------------------------------------------------------- whole or not
 
 
 def problem_with(folder: str | Path) -> str | None:
@@ -101,7 +82,7 @@ def problem_with(folder: str | Path) -> str | None:
 
 
 def newest_checkpoint(output_dir: str | Path) -> Path | None:
-    """The ``checkpoint-N`` of the highest ``N`` that is whole, or ``None``; what died while it was saved is passed over."""
+    """The ``checkpoint-N`` of the highest ``N`` that is whole, or ``None``; folders of interrupted saves are passed over."""
     root = Path(output_dir)
     folders = [p for p in root.iterdir() if p.is_dir() and _FOLDER.match(p.name)] if root.is_dir() else []
     for folder in sorted(folders, key=lambda p: -int(p.name.rpartition("-")[2])):
@@ -113,9 +94,8 @@ def newest_checkpoint(output_dir: str | Path) -> Path | None:
 def _problem_with_file(path: Path) -> str | None:
     if path.name == _METADATA:
         return _problem_with_distributed(path.parent)
-    if path.name == f"{_METADATA}.tmp" and not (path.parent / _METADATA).exists():
-        return f"{path.parent} has no {_METADATA}, which is written last"
-    if path.suffix == ".distcp" and not (path.parent / _METADATA).exists():
+    begun = path.name == f"{_METADATA}.tmp" or path.suffix == ".distcp"
+    if begun and not (path.parent / _METADATA).exists():
         return f"{path.parent} has no {_METADATA}, which is written last"
     if path.suffix == ".safetensors":
         return _problem_with_safetensors(path)
@@ -155,7 +135,7 @@ def _problem_with_distributed(folder: Path) -> str | None:
     return None
 
 
-# ---------------------------------------------------------------------- where and what
+# ---------------------------------------------------------------------- finding and reading
 
 
 def find_optimizer_state(path: str | Path) -> Path | None:
@@ -199,7 +179,7 @@ def read_optimizer_state(path: str | Path, only_description: bool = False) -> di
 
     Returns:
         ``{"state": ..., "param_groups": ...}``, as ``optimizer.load_state_dict`` takes it. Files are mapped into memory, so
-        that what is not used is not read.
+        that unused tensors are not read.
 
     Raises:
         CheckpointError: naming the file and what is wrong with it.
@@ -226,29 +206,54 @@ def read_file(path: Path) -> dict[str, Any]:
         value = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:
         raise CheckpointError(
-            f"{path} ({path.stat().st_size} bytes) cannot be read: {why_unreadable(path, error)}"
+            f"{path} ({path.stat().st_size} bytes) cannot be read: {_why_unreadable(path, error)}"
         ) from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} is no state of an optimizer: it holds a {type(value).__name__}")
     return value
 
 
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        allowed = (module, name) in _ALLOWED or (module in _ALLOWED_MODULES and name in _ALLOWED_CLASSES)
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            allowed = True
-        if not allowed:
-            raise pickle.UnpicklingError(f"{module}.{name} is no part of a checkpoint's description")
-        return super().find_class(module, name)
+def _why_unreadable(path: Path, error: Exception) -> str:
+    """Cause and fix in place of torch's messages, which recommend to run code from the file or are a bare number.
+
+    Args:
+        path: a file.
+        error: what ``torch.load(path, weights_only=True)`` raised.
+    """
+    with path.open("rb") as file:
+        head = file.read(64)
+    foreign = _NOT_ALLOWED.search(str(error))
+    if not head:
+        return f"it is empty. {_INTERRUPTED}"
+    if foreign is not None:
+        return f"it holds an object of {foreign[1]}, and no code is run from a file. {_OTHER}"
+    if zipfile.is_zipfile(path):
+        first = next(iter(_COLOURS.sub("", str(error)).strip().splitlines()), type(error).__name__)
+        return f"it is damaged, or a zip file that torch.save has not written ({first}). {_INTERRUPTED}"
+    if head.startswith(b"PK"):
+        return f"it is cut short: it has no directory at its end. {_INTERRUPTED}"
+    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < path.stat().st_size:
+        return f"it is a file of safetensors, which holds weights and no state of an optimizer. {_OTHER}"
+    if head.startswith(b"\x80"):
+        return f"it is a pickle that torch.save has not written, or is cut short. {_INTERRUPTED}"
+    kind = "a text, and" if _is_text(head) else "no file of safetensors and"
+    return f"it is {kind} no file of torch.save. {_OTHER}"
+
+
+def _is_text(head: bytes) -> bool:
+    try:
+        text = codecs.getincrementaldecoder("utf-8")().decode(head)  # the head may end within a character
+    except UnicodeDecodeError:
+        return False
+    return all(character >= " " or character in "\t\r\n" for character in text)
 
 
 class _SafeReader(FileSystemReader):
-    """Reads a folder without running what a stranger put into it."""
+    """A reader that runs no code from the folder's description."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         path = Path(self.path) / _METADATA
-        metadata: Metadata = _Unpickler(io.BytesIO(path.read_bytes())).load()
+        metadata: Metadata = SafeUnpickler(io.BytesIO(path.read_bytes())).load()
         return metadata
 
 
@@ -268,10 +273,9 @@ def read_distributed(path: Path, only_description: bool = False) -> dict[str, An
     described: dict[str, Any] = {}
     for key, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
-            small = len(entry.size) == 0
-            place = "meta" if only_description and not small else "cpu"
-            tensor = torch.empty(entry.size, dtype=entry.properties.dtype, device=place)
-            (described if place == "meta" else wanted)[key] = tensor
+            device = "meta" if only_description and len(entry.size) else "cpu"
+            tensor = torch.empty(entry.size, dtype=entry.properties.dtype, device=device)
+            (described if device == "meta" else wanted)[key] = tensor
         elif isinstance(entry, BytesStorageMetadata):
             wanted[key] = None
     try:

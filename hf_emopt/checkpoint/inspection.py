@@ -106,14 +106,11 @@ def inspect_checkpoint(path: str | Path) -> CheckpointReport:
     rules = sorted({g["rule"] for g in state["param_groups"] if "rule" in g})
     if not rules:
         rules = ["adamw"] if any("betas" in g for g in state["param_groups"]) else ["unknown"]
-    whole = problem_with(path) if (Path(path) / "trainer_state.json").exists() or _is_trainers(path) else None
-    return CheckpointReport(
-        str(by_rank or find_optimizer_state(path)), rules, max(versions, default=None), groups, parameters, whole
-    )
-
-
-def _is_trainers(path: str | Path) -> bool:
-    return Path(path).is_dir() and Path(path).name.startswith("checkpoint-")
+    folder = Path(path)
+    of_trainer = (folder / "trainer_state.json").exists() or (folder.is_dir() and folder.name.startswith("checkpoint-"))
+    source = str(by_rank or find_optimizer_state(path))
+    incomplete = problem_with(path) if of_trainer else None
+    return CheckpointReport(source, rules, max(versions, default=None), groups, parameters, incomplete)
 
 
 def _describe(name: str, group: str, entry: dict[str, Any]) -> ParameterReport:

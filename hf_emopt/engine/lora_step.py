@@ -119,7 +119,7 @@ class LoraPairsStep(BucketStep):
             planned = members.bucket.parameters[members.owned[k].parameter]
             adapter = adapter_at(self.context.groups[members.bucket.group], planned.position)
             assert adapter is not None
-            if adapter.starts:
+            if adapter.zero_init:
                 other = index[adapter.partner]
                 shapes = [members.owned[i].matrix_views[0].shape[1:] for i in (k, other)]
                 alike[(adapter.side, *shapes)].append(_Pair(other, k, adapter))

@@ -1,4 +1,4 @@
-"""Accelerate: an optimizer from a plugin, environment variables or the launcher's YAML, and checkpoints that are whole.
+"""Accelerate: an optimizer from a plugin, environment variables or the launcher's YAML, and whole checkpoints.
 
 .. code-block:: python
 
@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 from collections.abc import Mapping
@@ -24,7 +23,7 @@ from torch import nn
 from hf_emopt.integrations.checkpoints import attach_checkpoint_hooks, synchronize
 from hf_emopt.integrations.optim_args import accepted_form, parse_optim_args, parse_value
 from hf_emopt.integrations.refusals import refuse_accelerator, refuse_layouts
-from hf_emopt.integrations.registry import OPTIMIZERS, PREFIX, optimizer_class
+from hf_emopt.integrations.registry import OPTIMIZERS, PREFIX, did_you_mean, optimizer_class
 from hf_emopt.optimizers.base import MatrixOptimizer
 
 __all__ = ["ENVIRONMENT_PREFIX", "Accelerator", "EmoptPlugin", "overruled_environment", "trainer_environment"]
@@ -43,7 +42,7 @@ _TYPES: dict[str, Any] = {
 _TRANSPORT = "bfloat16, float32, float64"
 
 _TRAINERS_OWN = {"optim": "optim", "lr": "learning_rate", "weight_decay": "weight_decay"}
-"""Fields for which ``TrainingArguments`` has one of its own, which always has a value and is therefore what counts."""
+"""Fields with a counterpart in ``TrainingArguments``, which always has a value and therefore counts."""
 
 
 @dataclass
@@ -105,7 +104,7 @@ class EmoptPlugin(KwargsHandler):
 
     @property
     def optimizer_kwargs(self) -> dict[str, Any]:
-        """Keyword arguments of the optimizer: those given; what is missing has the optimizer's own default."""
+        """The given keyword arguments of the optimizer; the optimizer's defaults stand for the others."""
         return dict(self._kwargs)
 
     def build(self, model: nn.Module) -> MatrixOptimizer:
@@ -175,7 +174,7 @@ class Accelerator(accelerate.Accelerator):
 
 
 def trainer_environment(optimizer_cls: type[MatrixOptimizer]) -> dict[str, Any]:
-    """What the environment says of an optimizer that a ``Trainer`` builds.
+    """Keyword arguments from the environment for an optimizer that a ``Trainer`` builds.
 
     ``EMOPT_OPTIM``, ``EMOPT_LR`` and ``EMOPT_WEIGHT_DECAY`` are left out: ``TrainingArguments`` has its own fields for them.
 
@@ -193,7 +192,7 @@ def trainer_environment(optimizer_cls: type[MatrixOptimizer]) -> dict[str, Any]:
 
 
 def overruled_environment(arguments: Any) -> list[str]:
-    """Sentences on environment variables that differ from the field of ``TrainingArguments`` that counts instead."""
+    """One sentence for each environment variable that a field of ``TrainingArguments`` overrules with another value."""
     sentences = []
     for name, field in _TRAINERS_OWN.items():
         value = _resolve(name, None)
@@ -211,7 +210,7 @@ def _variable(name: str) -> str:
 
 
 def _resolve(name: str, value: Any) -> Any:
-    """A field's value, given or from the environment, with its type; ``None`` where there is neither."""
+    """A field's value with its type, as given or from the environment; ``None`` where neither has one."""
     variable, where = _variable(name), f"EmoptPlugin.{name}"
     if value is None:
         value = os.environ.get(variable, "").strip()
@@ -227,13 +226,12 @@ def _resolve(name: str, value: Any) -> Any:
 
 
 def _typed(name: str, value: Any) -> Any:
-    """``value`` as the field's type; ``ValueError`` says what would be one."""
+    """``value`` as the field's type; ``ValueError`` says what is accepted."""
     if name == "optim_args":
         return value  # read as a whole, once the optimizer is known
     if name == "optim":
         if not isinstance(value, str) or value.removeprefix(PREFIX) not in OPTIMIZERS:
-            close = difflib.get_close_matches(str(value), OPTIMIZERS, n=1)
-            raise ValueError(", ".join(OPTIMIZERS) + (f"; did you mean {close[0]!r}?" if close else ""))
+            raise ValueError(", ".join(OPTIMIZERS) + did_you_mean(value, OPTIMIZERS))
         return value
     try:
         typed = parse_value(value, _TYPES[name])

@@ -1,4 +1,4 @@
-"""Diagnostics in the logs of ``Trainer``: measured on steps that will be logged, and on no others."""
+"""Diagnostics in the logs of ``Trainer``: only steps that will be logged are measured."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import os
 from typing import Any
 
-from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
+from transformers.trainer_callback import TrainerCallback, TrainerState
 from transformers.trainer_utils import IntervalStrategy
 from transformers.training_args import TrainingArguments
 from transformers.utils import logging
@@ -15,7 +15,7 @@ from hf_emopt.integrations.registry import unwrap_optimizer
 from hf_emopt.optimizers.base import MatrixOptimizer
 from hf_emopt.optimizers.diagnostics import Level, check_level
 
-__all__ = ["VARIABLE", "EmoptCallback", "MeasuringCallback", "level_of_environment"]
+__all__ = ["VARIABLE", "EmoptCallback", "MeasuringCallback", "add_to_log", "level_of_environment"]
 
 logger = logging.get_logger("transformers.hf_emopt")
 
@@ -35,21 +35,26 @@ def level_of_environment() -> Level | None:
     return value  # type: ignore[return-value]
 
 
-class MeasuringCallback(TrainerCallback):
-    """What measures where the optimizer has a level set: the default callback of every ``Trainer``, and the user's."""
+def add_to_log(logs: dict[str, Any], state: TrainerState, metrics: dict[str, Any]) -> None:
+    """Adds to a log on its way to the loggers, and to the history, which already has a copy of the log."""
+    logs.update(metrics)
+    if state.log_history:
+        state.log_history[-1].update(metrics)
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        # Not right before the optimizer's step: DeepSpeed takes it inside of backward.
+
+class MeasuringCallback(TrainerCallback):
+    """Measures an optimizer that has a level set; the base of the default callback of every ``Trainer`` and of the user's."""
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
+        # Right before the optimizer's step would be too late: DeepSpeed steps inside of backward.
         optimizer = unwrap_optimizer(kwargs.get("optimizer"))
         if optimizer is not None and optimizer.diagnostics_state.level is not None:
             optimizer.diagnostics_state.values = {}
             if _will_log(args, state, kwargs.get("train_dataloader")):
                 optimizer.diagnostics_state.start()
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        # On all ranks, whatever a Trainer's log() does on some.
+    def on_step_end(self, *_: Any, **kwargs: Any) -> None:
+        # Reading is a collective, and a Trainer's log() may run on some ranks only.
         optimizer = unwrap_optimizer(kwargs.get("optimizer"))
         if optimizer is not None and optimizer.diagnostics_state.observer is not None:
             level = optimizer.diagnostics_state.level
@@ -57,25 +62,14 @@ class MeasuringCallback(TrainerCallback):
             optimizer.read_diagnostics(level)
 
     def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, *_: Any, logs: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
         optimizer = unwrap_optimizer(kwargs.get("optimizer"))
         if logs is not None and "learning_rate" in logs and optimizer is not None:
-            self.add_to_log(logs, state, self.metrics(optimizer))
-
-    def add_to_log(self, logs: dict[str, Any], state: TrainerState, metrics: dict[str, float]) -> None:
-        """Adds to a log on its way to the loggers, and to the history, which already has a copy of it."""
-        logs.update(metrics)
-        if state.log_history:
-            state.log_history[-1].update(metrics)
+            add_to_log(logs, state, self.metrics(optimizer))
 
     def metrics(self, optimizer: MatrixOptimizer) -> dict[str, float]:
-        """What belongs into the log of the last step."""
+        """The figures for the log of the last step."""
         return optimizer.diagnostics_state.values
 
 
@@ -99,10 +93,8 @@ class EmoptCallback(MeasuringCallback):
         check_level(level, "EmoptCallback: level")
         self.level: Level = level
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Sets the level of the optimizer; warns where it is none of ours."""
+    def on_train_begin(self, *_: Any, **kwargs: Any) -> None:
+        """Sets the level of the optimizer; warns where the optimizer is none of ours."""
         optimizer = unwrap_optimizer(kwargs.get("optimizer"))
         if optimizer is None:
             logger.warning(

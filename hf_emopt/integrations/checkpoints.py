@@ -1,20 +1,19 @@
 """Keeps parameters current and state whole where transformers and Accelerate read them.
 
-Two things about a distributed optimizer are not as its callers assume. With ``overlap_param_gather`` the last updates may
+Callers assume two things that do not hold for a distributed optimizer. With ``overlap_param_gather`` the last updates may
 still be on their way when ``step()`` returns; and under DistributedDataParallel a rank holds the state of its own
-matrices only, while ``Trainer`` asks rank 0 alone for the state. So a ``Trainer`` finishes the first
-(``optimizer.synchronize()``) before it saves or evaluates, and gathers the second
+matrices only, while ``Trainer`` asks rank 0 alone for the state. So a ``Trainer`` finishes updates
+(``optimizer.synchronize()``) before it saves or evaluates, and gathers the state
 (``optimizer.consolidate_state_dict()``, a collective of all ranks) before it saves the optimizer.
 
-And a checkpoint may come from elsewhere: ``Trainer`` looks for the one file that its own layout would have written. So
-state is read here, in whatever form it is there, and AdamW's is recognized; and ``resume_from_checkpoint=True`` passes over
-checkpoints that died while they were saved.
+``Trainer`` resumes only from the file that its own layout would have written. The functions here read the state in any form,
+AdamW's included, and ``resume_from_checkpoint=True`` passes over checkpoints that died while they were saved.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +35,13 @@ from hf_emopt.checkpoint.files import (
     read_optimizer_state,
 )
 from hf_emopt.checkpoint.from_adamw import is_adamw
+from hf_emopt.integrations.patching import MARK, patch
 from hf_emopt.integrations.refusals import optim_name
 from hf_emopt.integrations.registry import OPTIMIZERS, PREFIX, unwrap_optimizer
 
-__all__ = ["MARK", "attach_checkpoint_hooks", "consolidate", "hook_trainer", "synchronize"]
+__all__ = ["attach_checkpoint_hooks", "consolidate", "hook_trainer", "synchronize"]
 
 logger = logging.get_logger("transformers.hf_emopt")
-
-# Marks what this package put into transformers, so that a reload of the package replaces it instead of seeing a rival.
-MARK = "__hf_emopt__"
 
 SYNCHRONIZED = ("save_model", "evaluate", "predict", "_load_best_model")
 CONSOLIDATED = ("_save_optimizer_and_scheduler",)
@@ -71,68 +68,60 @@ def hook_trainer() -> None:
     """Has every ``Trainer`` do both where they are due. Idempotent; without effect on other optimizers."""
     for names, action in ((SYNCHRONIZED, synchronize), (CONSOLIDATED, consolidate)):
         for name in names:
-            original = getattr(trainer.Trainer, name, None)
-            if original is None:
+            if not patch(trainer.Trainer, name, partial(_preceded, action)):
                 logger.warning(
                     f"this version of transformers has no Trainer.{name}: call optimizer.synchronize() before parameters "
                     "are read and optimizer.consolidate_state_dict() on all ranks before the optimizer is saved."
                 )
-                continue
-            setattr(trainer.Trainer, name, _preceded(getattr(original, MARK, original), action))
-
-    replaced = {
-        "_load_optimizer_and_scheduler": _loading,
-        "_load_from_checkpoint": _loading_model,
-        "_save_checkpoint": _saving,
-        "train": _resuming,
-    }
-    for name, replace in replaced.items():
-        original = getattr(trainer.Trainer, name, None)
-        if original is not None:
-            setattr(trainer.Trainer, name, replace(getattr(original, MARK, original)))
+    patch(trainer.Trainer, "_load_optimizer_and_scheduler", _load_optimizer)
+    patch(trainer.Trainer, "_load_from_checkpoint", _load_weights)
+    patch(trainer.Trainer, "_save_checkpoint", _save)
+    patch(trainer.Trainer, "train", _train)
 
 
-def _loading(original: Callable[..., Any]) -> Callable[..., Any]:
+Original = Callable[..., Any]
+
+
+def _preceded(
+    action: Callable[[Any], None], original: Original, self: trainer.Trainer, *args: Any, **kwargs: Any
+) -> Any:
+    action(getattr(self, "optimizer", None))
+    return original(self, *args, **kwargs)
+
+
+def _load_optimizer(original: Original, self: trainer.Trainer, checkpoint: str | None) -> None:
     """``Trainer._load_optimizer_and_scheduler`` for state of any layout, and of AdamW."""
-
-    @functools.wraps(original)
-    def method(self: trainer.Trainer, checkpoint: str | None) -> None:
-        ours = unwrap_optimizer(self.optimizer)
-        if ours is None or checkpoint is None:
-            original(self, checkpoint)
-            return
-        found, state, error = find_optimizer_state(checkpoint), None, None
-        if found is None and not self.is_deepspeed_enabled and find_deepspeed(checkpoint) is not None:
-            error = (
-                f"{checkpoint} was saved under DeepSpeed, whose files have a part for each rank: `hf-emopt convert "
-                f"{checkpoint} OUTPUT` makes of it a checkpoint that resumes here"
-            )
-        if found is not None:
-            try:
-                # Of a folder of shards, what is in it first: it may be that each rank can read its own part.
-                state = read_optimizer_state(found, only_description=True)
-            except CheckpointError as caught:
-                error = str(caught)
-        foreign = state is not None and is_adamw(state)
-        own = self.is_fsdp_enabled and state is not None and not foreign and _by_fsdp(found, state)
-        views = _everyone((error, own, found is None))
-        error = next((e for e, _, _ in views if e is not None), None)
-        if error is not None:  # of any rank, on all of them: where one stops, the others must not wait for it
-            raise CheckpointError(error)
-        if any(own for _, own, _ in views) or all(absent for _, _, absent in views):
-            original(self, checkpoint)  # what this layout writes: no rank reads more than its part
-            return
-        absent = [rank for rank, (_, _, absent) in enumerate(views) if absent]
-        if absent or state is None or found is None:
-            raise CheckpointError(
-                f"ranks {absent} do not see the optimizer's state in {checkpoint}: put it where all do"
-            )
-        state = read_optimizer_state(found) if found.is_dir() else state
-        ours.load_state_dict(_named(self, state) if foreign else state)
-        _load_schedule(self, ours, checkpoint, foreign)
-
-    setattr(method, MARK, original)
-    return method
+    ours = unwrap_optimizer(self.optimizer)
+    if ours is None or checkpoint is None:
+        original(self, checkpoint)
+        return
+    found, state, error = find_optimizer_state(checkpoint), None, None
+    if found is None and not self.is_deepspeed_enabled and find_deepspeed(checkpoint) is not None:
+        error = (
+            f"{checkpoint} was saved under DeepSpeed, whose files have a part for each rank: `hf-emopt convert "
+            f"{checkpoint} OUTPUT` makes of it a checkpoint that resumes here"
+        )
+    if found is not None:
+        try:
+            # The description alone, since each rank may be able to read its own part of a folder of shards.
+            state = read_optimizer_state(found, only_description=True)
+        except CheckpointError as caught:
+            error = str(caught)
+    foreign = state is not None and is_adamw(state)
+    own = self.is_fsdp_enabled and state is not None and not foreign and _by_fsdp(found, state)
+    seen = all_gather_values((error, own, found is None))
+    error = next((e for e, _, _ in seen if e is not None), None)
+    if error is not None:  # of any rank, on all of them: where one stops, the others must not wait for it
+        raise CheckpointError(error)
+    if any(own for _, own, _ in seen) or all(absent for _, _, absent in seen):
+        original(self, checkpoint)  # this layout's own files: no rank reads more than its part
+        return
+    absent = [rank for rank, (_, _, absent) in enumerate(seen) if absent]
+    if absent or state is None or found is None:
+        raise CheckpointError(f"ranks {absent} do not see the optimizer's state in {checkpoint}: put it where all do")
+    state = read_optimizer_state(found) if found.is_dir() else state
+    ours.load_state_dict(_named(self, state) if foreign else state)
+    _load_schedule(self, ours, checkpoint, foreign)
 
 
 def _by_fsdp(found: Path | None, state: dict[str, Any]) -> bool:
@@ -141,8 +130,8 @@ def _by_fsdp(found: Path | None, state: dict[str, Any]) -> bool:
     return found is not None and found.name in ("optimizer.bin", "optimizer_0") and by_name
 
 
-def _everyone(value: Any) -> list[Any]:
-    """The value of each rank."""
+def all_gather_values(value: Any) -> list[Any]:
+    """The value of each rank; one value without a process group."""
     if not (dist.is_available() and dist.is_initialized()):
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
@@ -154,27 +143,21 @@ def _is_ours(self: trainer.Trainer) -> bool:
     return unwrap_optimizer(self.optimizer) is not None or optim_name(self.args).removeprefix(PREFIX) in OPTIMIZERS
 
 
-def _loading_model(original: Callable[..., Any]) -> Callable[..., Any]:
+def _load_weights(original: Original, self: trainer.Trainer, resume_from_checkpoint: str, model: Any = None) -> None:
     """``Trainer._load_from_checkpoint`` for weights that FSDP saved where there is none, and the other way round."""
-
-    @functools.wraps(original)
-    def method(self: trainer.Trainer, resume_from_checkpoint: str, model: Any = None) -> None:
-        folder = Path(resume_from_checkpoint)
-        by_fsdp = find_fsdp_weights(folder)
-        plain = folder / "model.safetensors"
-        target: Any = self.model if model is None else model
-        own = (by_fsdp is not None) == self.is_fsdp_enabled
-        if not _is_ours(self) or own or not (by_fsdp or plain.is_file()):
-            original(self, resume_from_checkpoint, model)
-        elif by_fsdp is not None:
-            strict = not getattr(target, "_tied_weights_keys", None)
-            target.load_state_dict(read_fsdp_weights(by_fsdp), strict=strict)
-        else:
-            weights: dict[str, Any] = load_file(plain, device="cpu")
-            set_model_state_dict(target, weights, options=StateDictOptions(full_state_dict=True, strict=False))
-
-    setattr(method, MARK, original)
-    return method
+    folder = Path(resume_from_checkpoint)
+    by_fsdp = find_fsdp_weights(folder)
+    plain = folder / "model.safetensors"
+    target: Any = self.model if model is None else model
+    own = (by_fsdp is not None) == self.is_fsdp_enabled
+    if not _is_ours(self) or own or not (by_fsdp or plain.is_file()):
+        original(self, resume_from_checkpoint, model)
+    elif by_fsdp is not None:
+        strict = not getattr(target, "_tied_weights_keys", None)
+        target.load_state_dict(read_fsdp_weights(by_fsdp), strict=strict)
+    else:
+        weights: dict[str, Any] = load_file(plain, device="cpu")
+        set_model_state_dict(target, weights, options=StateDictOptions(full_state_dict=True, strict=False))
 
 
 def _named(self: trainer.Trainer, state: dict[str, Any]) -> dict[str, Any]:
@@ -204,61 +187,43 @@ def _load_schedule(self: trainer.Trainer, ours: Any, checkpoint: str, foreign: b
     scheduler.load_state_dict(saved)
 
 
-def _saving(original: Callable[..., Any]) -> Callable[..., Any]:
+def _save(original: Original, self: trainer.Trainer, model: Any, trial: Any, *args: Any, **kwargs: Any) -> Any:
     """``Trainer._save_checkpoint``: a folder that is written over is not whole until it has been written to its end."""
-
-    @functools.wraps(original)
-    def method(self: trainer.Trainer, model: Any, trial: Any, *args: Any, **kwargs: Any) -> Any:
-        if _is_ours(self) and self.args.should_save:
-            folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
-            (folder / "trainer_state.json").unlink(missing_ok=True)
-        return original(self, model, trial, *args, **kwargs)
-
-    setattr(method, MARK, original)
-    return method
+    if _is_ours(self) and self.args.should_save:
+        folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+        (folder / "trainer_state.json").unlink(missing_ok=True)
+    return original(self, model, trial, *args, **kwargs)
 
 
-def _resuming(original: Callable[..., Any]) -> Callable[..., Any]:
+def _train(
+    original: Original,
+    self: trainer.Trainer,
+    resume_from_checkpoint: str | bool | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """``Trainer.train``: the newest checkpoint is the newest that is whole."""
-
-    @functools.wraps(original)
-    def method(
-        self: trainer.Trainer, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
-    ) -> Any:
-        if resume_from_checkpoint is True and _is_ours(self):
-            output_dir: Any = self.args.output_dir
-            newest, whole = get_last_checkpoint(output_dir), newest_checkpoint(output_dir)
-            if whole is not None and newest is not None and Path(newest) != whole:
-                logger.warning(f"{newest} was not saved to its end; training goes on from {whole}.")
-                resume_from_checkpoint = str(whole)
-        return original(self, resume_from_checkpoint, *args, **kwargs)
-
-    setattr(method, MARK, original)
-    return method
-
-
-def _preceded(original: Callable[..., Any], action: Callable[[Any], None]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def method(self: trainer.Trainer, *args: Any, **kwargs: Any) -> Any:
-        action(getattr(self, "optimizer", None))
-        return original(self, *args, **kwargs)
-
-    setattr(method, MARK, original)
-    return method
+    if resume_from_checkpoint is True and _is_ours(self):
+        output_dir: Any = self.args.output_dir
+        newest, whole = get_last_checkpoint(output_dir), newest_checkpoint(output_dir)
+        if whole is not None and newest is not None and Path(newest) != whole:
+            logger.warning(f"{newest} was not saved to its end; training goes on from {whole}.")
+            resume_from_checkpoint = str(whole)
+    return original(self, resume_from_checkpoint, *args, **kwargs)
 
 
 def attach_checkpoint_hooks(accelerator: Any) -> None:
-    """The same for ``save_state`` and ``load_state`` of an ``accelerate.Accelerator``. Idempotent."""
+    """Has ``save_state`` and ``load_state`` of an ``accelerate.Accelerator`` do the same. Idempotent."""
     if getattr(accelerator, MARK, False):
         return
 
-    def before_saving(models: Any, weights: Any, output_dir: Any) -> None:
+    def before_saving(*_: Any) -> None:
         # The weights are references to the parameters, so bringing these up to date is in time.
         for optimizer in accelerator._optimizers:
             synchronize(optimizer)
             consolidate(optimizer)
 
-    def before_loading(models: Any, input_dir: Any) -> None:
+    def before_loading(*_: Any) -> None:
         # An update that arrives after the weights have been loaded would overwrite them.
         for optimizer in accelerator._optimizers:
             synchronize(optimizer)

@@ -1,13 +1,18 @@
-"""Configuration files of Accelerate, DeepSpeed and ``Trainer``, asked before anything is launched what would be refused."""
+"""Configuration files of Accelerate, DeepSpeed and ``Trainer``: what a run would refuse in them, before it is launched."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
+
+from transformers.training_args import OptimizerNames, TrainingArguments
 
 from hf_emopt.integrations.launch import BLOCK, environment_of, split_config
+from hf_emopt.integrations.optim_args import parse_optim_args
 from hf_emopt.integrations.refusals import (
     ACCELERATE_FIX,
     TRAINER_FIX,
@@ -15,9 +20,10 @@ from hf_emopt.integrations.refusals import (
     fsdp1_problem,
     megatron_problem,
 )
-from hf_emopt.integrations.training_arguments import misspelt_arguments, optimizer_problems
+from hf_emopt.integrations.registry import OPTIMIZERS, did_you_mean, optimizer_class
+from hf_emopt.integrations.transformers import handler_of
 
-__all__ = ["kind_of_config", "problems_of_config"]
+__all__ = ["problems_of_config"]
 
 _ACCELERATE = {"compute_environment", "distributed_type", BLOCK}
 _DEEPSPEED = {
@@ -26,10 +32,13 @@ _DEEPSPEED = {
 }  # fmt: skip
 _TRAINER = {"output_dir", "optim", "optim_args", "learning_rate", "fsdp", "fsdp_config", "deepspeed", "max_steps"}
 
+CLOSE = 0.88
+"""Likeness of a misspelt key. ``lora_target_modules`` and ``num_warmup_steps``, which other classes have, are less like."""
+
 Content = Mapping[str, Any]
 
 
-def kind_of_config(content: Content, path: str | Path) -> str:
+def _kind_of(content: Content, path: str | Path) -> str:
     """``"accelerate"``, ``"trainer"`` or ``"deepspeed"``, by the keys.
 
     Raises:
@@ -59,7 +68,7 @@ def problems_of_config(path: str | Path) -> tuple[str, list[str]]:
         ValueError: it cannot be read, or is no configuration.
     """
     block, content = split_config(path, "--config")
-    kind = kind_of_config(content if block is None else {**content, BLOCK: block}, path)
+    kind = _kind_of(content if block is None else {**content, BLOCK: block}, path)
     if kind == "deepspeed":
         return kind, _some(deepspeed_problem("an optimizer of hf_emopt", content))
     if kind == "trainer":
@@ -107,7 +116,7 @@ def _deepspeed_of_accelerate(flags: Content, path: str | Path) -> Content:
 
 def _of_trainer(content: Content, path: str | Path) -> list[str]:
     name = f"optim={content['optim']!r}" if "optim" in content else "an optimizer of hf_emopt"
-    problems = misspelt_arguments(content) + optimizer_problems(content)
+    problems = _misspelt_arguments(content) + _optimizer_problems(content)
     fsdp = content.get("fsdp_config")
     fsdp = _named_file(fsdp, path) if isinstance(fsdp, str) else _mapping(fsdp)
     problems += _of_fsdp(name, fsdp, ("version", "fsdp_version"), 2, TRAINER_FIX)
@@ -116,6 +125,35 @@ def _of_trainer(content: Content, path: str | Path) -> list[str]:
         config = _named_file(deepspeed, path) if isinstance(deepspeed, str) else _mapping(deepspeed)
         problems += _some(deepspeed_problem(name, config))
     return problems
+
+
+def _misspelt_arguments(content: Content) -> list[str]:
+    """Keys that are nearly those of ``TrainingArguments``.
+
+    Other keys pass, since scripts read arguments of model and data from the same file.
+    """
+    known = [field.name for field in fields(TrainingArguments)]
+    hints = {str(key): did_you_mean(key, known, CLOSE) for key in content if key not in known}
+    return [f"TrainingArguments has no argument {key!r}{hint}" for key, hint in hints.items() if hint]
+
+
+def _optimizer_problems(content: Content) -> list[str]:
+    """Problems of ``optim`` and of ``optim_args``, which are parsed as a run parses them for an optimizer of ours."""
+    if "optim" not in content:
+        return []
+    given = content["optim"]
+    try:
+        member = OptimizerNames(given)
+    except ValueError:
+        hint = did_you_mean(given, [name.value for name in OptimizerNames])
+        return [f"optim={given!r} is no optimizer of hf_emopt ({', '.join(OPTIMIZERS)}) or of transformers{hint}"]
+    if handler_of(cast(TrainingArguments, SimpleNamespace(optim=member))) is None:
+        return []
+    try:
+        parse_optim_args(content.get("optim_args"), optimizer_class(str(member.value)))
+    except ValueError as error:
+        return [str(error)]
+    return []
 
 
 def _of_fsdp(name: str, fsdp: Content, keys: Sequence[str], default: int, fix: str) -> list[str]:

@@ -1,52 +1,55 @@
-"""DeepSpeed: what lies where in the flat tensors that ZeRO puts into the optimizer's groups, and what is refused.
+"""DeepSpeed: where parameters are in the flat tensors that ZeRO puts into the optimizer's groups, and what is refused.
 
-DeepSpeed takes the optimizer as its client and wraps it. Every wrapper is known here by its class, because they differ in
-what they hand over: ZeRO-1 and 2 and ``BF16_Optimizer`` lay a group's parameters one behind the other and cut the row in
-equal runs, ZeRO-3 cuts each parameter, and stage 0 leaves parameters whole. An unknown one is an error: what it hands over
-might look like parameters and be none.
+DeepSpeed takes the optimizer as its client and wraps it. The wrappers are told apart by their classes, because they differ in
+what they hand over: ZeRO-1 and 2 and ``BF16_Optimizer`` store a group's parameters one behind the other and cut the row in
+equal runs, ZeRO-3 cuts each parameter, and stage 0 leaves parameters whole. An unknown wrapper is an error, since the tensors
+that it hands over might look like parameters and be none.
 
-:func:`watch` has every ``deepspeed.initialize`` attach an optimizer of ours; ``import hf_emopt`` calls it.
+:func:`watch` has every ``deepspeed.initialize`` attach an optimizer of ours; ``import hf_emopt`` calls it. A run that resumes
+from a checkpoint of another layout loads whole weights into the flat tensors (:func:`load_weights`).
 """
 
 from __future__ import annotations
 
-import functools
 import importlib.abc
 import importlib.machinery
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import accumulate
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import accelerate.accelerator  # type: ignore[import-untyped]
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from transformers import trainer
 
+from hf_emopt.checkpoint.deepspeed_files import find_deepspeed, layout_of
+from hf_emopt.checkpoint.files import CheckpointError, find_fsdp_weights, read_fsdp_weights, read_safetensors
 from hf_emopt.distributed.flat_params import FlatTensor, cut_each, cut_together
 from hf_emopt.distributed.layout import Grid, UnsupportedLayoutError
-from hf_emopt.integrations.checkpoints import MARK
-from hf_emopt.integrations.deepspeed_refusals import (
-    config_problem,
-    refuse_config,
-    refuse_engine,
-    refuse_native_muon,
-    unknown_wrapper,
-)
-from hf_emopt.integrations.deepspeed_resume import hook_trainer_resume, load_weights
+from hf_emopt.integrations.patching import MARK, patch
+from hf_emopt.integrations.refusals import config_problem, scheduler_problem
 from hf_emopt.optimizers.base import MatrixOptimizer
 
-__all__ = ["attach", "load_weights", "watch"]
+__all__ = ["attach", "load_weights", "refuse_engine", "refuse_native_muon", "watch"]
 
 ENGINE_MODULE = "deepspeed.runtime.engine"
+WRAPPERS = (
+    "stage 0, DeepSpeedZeroOptimizer (ZeRO-1 and 2), BF16_Optimizer, DeepSpeedZeroOptimizer_Stage3 (ZeRO-3) and "
+    "FP16_UnfusedOptimizer"
+)
 
 
 def attach(engine: Any) -> None:
     """Tells an optimizer of this package how a DeepSpeed engine has laid out its parameters.
 
-    Done by itself in ``deepspeed.initialize`` once ``hf_emopt`` is imported.
+    ``deepspeed.initialize`` calls this itself once ``hf_emopt`` is imported.
 
     Args:
         engine: a ``DeepSpeedEngine`` whose client optimizer is one of this package.
@@ -54,15 +57,14 @@ def attach(engine: Any) -> None:
     Raises:
         UnsupportedLayoutError: for a wrapper that is not known, or parallelism that cuts parameters in other ways.
     """
-    optimizer, wrapper = engine.basic_optimizer, engine.optimizer
-    if not isinstance(optimizer, MatrixOptimizer):
-        raise TypeError(f"the engine's optimizer is {type(optimizer).__name__}, none of hf_emopt")
+    optimizer, wrapper = _optimizer_of(engine), engine.optimizer
     refuse_engine(engine, optimizer)
     optimizer.process_group = engine.seq_data_parallel_group
     if wrapper is not optimizer:
         optimizer.attach_wrapper(skipped_steps=lambda: int(engine.skipped_steps))
     if wrapper is optimizer or _is(wrapper, "fp16.unfused_optimizer", "FP16_UnfusedOptimizer"):
-        _consolidate_before_saving(engine, optimizer)  # parameters are whole: as under DistributedDataParallel
+        # Parameters are whole, and owners hold the state of matrices, as under DistributedDataParallel.
+        patch(engine, "save_checkpoint", partial(_save_checkpoint, optimizer))
         return
     if _is(wrapper, "zero.stage_1_and_2", "DeepSpeedZeroOptimizer"):
         flats = _of_stage_1_and_2(wrapper, optimizer)
@@ -73,9 +75,20 @@ def attach(engine: Any) -> None:
     elif _is(wrapper, "zero.stage3", "DeepSpeedZeroOptimizer_Stage3"):
         flats = _of_stage_3(wrapper, optimizer)
     else:
-        raise unknown_wrapper(wrapper, optimizer)
-    # All of them look at the gradients, or at their norm, before the first group's step.
+        name = f"{type(wrapper).__module__}.{type(wrapper).__name__}"
+        raise UnsupportedLayoutError(
+            f"{type(optimizer).__name__} does not know what {name} puts into its parameter groups, and would not see "
+            f"matrices there; supported are {WRAPPERS}"
+        )
+    # Each of these wrappers checks the gradients, or their norm, before the first group's step.
     optimizer.attach_wrapper(flats)
+
+
+def _optimizer_of(engine: Any) -> MatrixOptimizer:
+    optimizer = engine.basic_optimizer
+    if not isinstance(optimizer, MatrixOptimizer):
+        raise TypeError(f"the engine's optimizer is {type(optimizer).__name__}, none of hf_emopt")
+    return optimizer
 
 
 def _is(wrapper: Any, module: str, name: str) -> bool:
@@ -176,16 +189,62 @@ def _check_complete(optimizer: MatrixOptimizer, index: int, count: int) -> None:
         )
 
 
-def _consolidate_before_saving(engine: Any, optimizer: MatrixOptimizer) -> None:
-    """Has ``engine.save_checkpoint``, which all ranks call, bring the state that lies with owners together first."""
-    original = engine.save_checkpoint
+# ---------------------------------------------------------------------- what is refused
 
-    @functools.wraps(original)
-    def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
-        optimizer.consolidate_state_dict(to=None)
-        return original(*args, **kwargs)
 
-    engine.save_checkpoint = save_checkpoint
+def refuse_config(engine: Any, optimizer: MatrixOptimizer) -> None:
+    """Refuses a configuration before DeepSpeed wraps anything.
+
+    Raises:
+        ValueError: naming the setting and what to write instead.
+    """
+    problem = config_problem(engine.config)
+    if problem is None and not engine.client_lr_scheduler:
+        problem = scheduler_problem(engine.config, [float(group["lr"]) for group in optimizer.param_groups])
+    if problem is None and optimizer.overlap_param_gather:
+        problem = (
+            "overlap_param_gather=True puts off updates that DeepSpeed copies to the model right after the step: leave it "
+            "out"
+        )
+    if problem is not None:
+        raise ValueError(f"{type(optimizer).__name__} under DeepSpeed: {problem}.")
+
+
+def refuse_native_muon(engine: Any) -> None:
+    """Refuses DeepSpeed's own Muon where it clips the orthogonalized update by a norm that grows with the model.
+
+    Raises:
+        ValueError: for ``"type": "Muon"`` with gradient clipping at ZeRO-1, 2 and 3.
+    """
+    if str(engine.optimizer_name()).lower() != "muon" or engine.zero_optimization_stage() < 1:
+        return
+    clip = engine.gradient_clipping()
+    if clip > 0.0:
+        raise ValueError(
+            f'DeepSpeed\'s own "type": "Muon" with "gradient_clipping": {clip} divides the orthogonalized update, not the '
+            "gradient, by the norm, so that the step shrinks as the model grows: set gradient_clipping (max_grad_norm in "
+            'TrainingArguments) to 0, or remove the "optimizer" block and train with optim="muon" of hf_emopt, which gets '
+            "clipped gradients"
+        )
+
+
+def refuse_engine(engine: Any, optimizer: MatrixOptimizer) -> None:
+    """Refuses parallelism that gives ranks other parameters.
+
+    Raises:
+        UnsupportedLayoutError: naming it.
+    """
+    problem = None
+    if type(engine).__name__ == "PipelineEngine":
+        problem = "pipeline parallelism"
+    elif getattr(engine, "has_moe_layers", False):
+        problem = "deepspeed.moe layers, whose experts other ranks hold (transformers' expert modules are supported)"
+    elif getattr(engine.mpu, "get_model_parallel_world_size", lambda: 1)() > 1:
+        problem = "model parallelism by an mpu object, which cuts matrices"
+    if problem is not None:
+        raise UnsupportedLayoutError(
+            f"{type(optimizer).__name__} does not run under DeepSpeed with {problem}; use ZeRO alone"
+        )
 
 
 # ---------------------------------------------------------------------- deepspeed.initialize
@@ -193,8 +252,8 @@ def _consolidate_before_saving(engine: Any, optimizer: MatrixOptimizer) -> None:
 
 def watch() -> None:
     """Has DeepSpeed's engine attach optimizers of this package, now or when it is imported. Idempotent."""
-    _watch_accelerate()
-    hook_trainer_resume()
+    patch(accelerate.accelerator, "map_pytorch_optim_to_deepspeed", _map_optimizer)
+    patch(trainer, "deepspeed_load_checkpoint", _load_checkpoint)
     module = sys.modules.get(ENGINE_MODULE)
     if module is not None:
         _hook(module)
@@ -202,27 +261,49 @@ def watch() -> None:
         sys.meta_path.insert(0, _Finder())
 
 
-def _watch_accelerate() -> None:
-    """Has Accelerate refuse to replace an optimizer of this package by DeepSpeedCPUAdam, which it does without a word."""
-    name = "map_pytorch_optim_to_deepspeed"
-    original = getattr(accelerate.accelerator, name, None)
-    original = getattr(original, MARK, original)
-    if original is None:
-        return
+def _hook(module: ModuleType) -> None:
+    patch(module.DeepSpeedEngine, "_configure_optimizer", _configure_optimizer)
 
-    @functools.wraps(original)
-    def replaced(optimizer: Any) -> Any:
-        if isinstance(optimizer, MatrixOptimizer):
-            problem = config_problem({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}})
-            raise ValueError(f"{type(optimizer).__name__} under DeepSpeed: {problem}.")
-        return original(optimizer)
 
-    setattr(replaced, MARK, original)
-    setattr(accelerate.accelerator, name, replaced)
+Original = Callable[..., Any]
+
+
+def _save_checkpoint(optimizer: MatrixOptimizer, original: Original, *args: Any, **kwargs: Any) -> Any:
+    """``engine.save_checkpoint``, which all ranks call, with the state that owners hold brought together first."""
+    optimizer.consolidate_state_dict(to=None)
+    return original(*args, **kwargs)
+
+
+def _map_optimizer(original: Original, optimizer: Any) -> Any:
+    """Accelerate's function that replaces optimizers by DeepSpeedCPUAdam without a word; ours are refused."""
+    if isinstance(optimizer, MatrixOptimizer):
+        problem = config_problem({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}})
+        raise ValueError(f"{type(optimizer).__name__} under DeepSpeed: {problem}.")
+    return original(optimizer)
+
+
+def _configure_optimizer(original: Original, engine: Any, client_optimizer: Any, model_parameters: Any) -> None:
+    """``DeepSpeedEngine._configure_optimizer``: refuses before DeepSpeed wraps, attaches after it."""
+    if client_optimizer is None:
+        refuse_native_muon(engine)
+    with ExitStack() as stack:
+
+        def checked(optimizer: Any) -> Any:
+            if isinstance(optimizer, MatrixOptimizer):
+                refuse_config(engine, optimizer)
+                stack.enter_context(_without_steps(optimizer))
+            return optimizer
+
+        client = checked(client_optimizer)
+        if callable(client):  # makes the optimizer of the parameters
+            client = lambda parameters: checked(client_optimizer(parameters))  # noqa: E731
+        original(engine, client, model_parameters)
+    if isinstance(engine.basic_optimizer, MatrixOptimizer):
+        attach(engine)
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds nothing but the engine's module, and hooks it once it has run. Importing DeepSpeed here would take seconds."""
+    """Finds the engine's module alone, and hooks it once it has run, since importing DeepSpeed here would take seconds."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         if name != ENGINE_MODULE:
@@ -256,28 +337,68 @@ def _without_steps(optimizer: MatrixOptimizer) -> Iterator[None]:
             optimizer.step = kept  # type: ignore[method-assign]
 
 
-def _hook(module: ModuleType) -> None:
-    engine_cls = module.DeepSpeedEngine
-    original = getattr(engine_cls._configure_optimizer, MARK, engine_cls._configure_optimizer)
+# ---------------------------------------------------------------------- resuming
 
-    @functools.wraps(original)
-    def configure_optimizer(self: Any, client_optimizer: Any, model_parameters: Any) -> None:
-        if client_optimizer is None:
-            refuse_native_muon(self)
-        with ExitStack() as stack:
 
-            def checked(optimizer: Any) -> Any:
-                if isinstance(optimizer, MatrixOptimizer):
-                    refuse_config(self, optimizer)
-                    stack.enter_context(_without_steps(optimizer))
-                return optimizer
+@torch.no_grad()
+def load_weights(engine: Any, weights: Mapping[str, Tensor]) -> None:
+    """Loads whole weights into a DeepSpeed engine, in float32 for training and in the dtype of the forward pass.
 
-            client = checked(client_optimizer)
-            if callable(client):  # makes the optimizer of the parameters
-                client = lambda parameters: checked(client_optimizer(parameters))  # noqa: E731
-            original(self, client, model_parameters)
-        if isinstance(self.basic_optimizer, MatrixOptimizer):
-            attach(self)
+    All ranks must call it.
 
-    setattr(configure_optimizer, MARK, original)
-    engine_cls._configure_optimizer = configure_optimizer
+    Args:
+        engine: with an optimizer of this package.
+        weights: by the names that the optimizer knows. Names of parameters that are not trained, and of buffers, are
+            loaded into the module at stages 0 to 2.
+
+    Raises:
+        ValueError: naming trained parameters that are missing, or that have another shape; nothing was changed by then.
+    """
+    optimizer, wrapper = _optimizer_of(engine), engine.optimizer
+    optimizer.load_weights(weights)  # float32 copies, where DeepSpeed has them
+    if not optimizer.is_flattened:
+        engine.module.load_state_dict(weights, strict=False)
+        return
+    if hasattr(wrapper, "update_lp_params"):
+        engine.module.load_state_dict(weights, strict=False)
+        wrapper.update_lp_params()
+        return
+    for sub_group in range(len(wrapper.fp16_groups)):  # ZeRO-3, as at the end of its step
+        wrapper._reassign_or_swap_out_partitioned_parameters(sub_group)
+    if wrapper.persistent_parameters:
+        wrapper.persistent_parameters[0].partition(wrapper.persistent_parameters)
+        wrapper.persistent_parameters[0].all_gather(wrapper.persistent_parameters)
+
+
+def _load_checkpoint(original: Original, engine: Any, checkpoint_path: str, *args: Any, **kwargs: Any) -> Any:
+    """The function by which ``Trainer`` resumes a DeepSpeed run, for checkpoints that DeepSpeed did not write too."""
+    if not isinstance(getattr(engine, "basic_optimizer", None), MatrixOptimizer):
+        return original(engine, checkpoint_path, *args, **kwargs)
+    folder = find_deepspeed(checkpoint_path)
+    if folder is None:
+        return load_weights(engine, _weights_of(Path(checkpoint_path)))
+    _check_layout(engine, folder, checkpoint_path)
+    return original(engine, checkpoint_path, *args, **kwargs)
+
+
+def _weights_of(folder: Path) -> dict[str, Tensor]:
+    """Whole weights in a checkpoint of ``Trainer`` under DDP, FSDP2 or one process, or of ``hf-emopt convert``."""
+    weights, by_fsdp = read_safetensors(folder), find_fsdp_weights(folder)
+    if weights:
+        return weights
+    if by_fsdp is None:
+        raise CheckpointError(f"{folder} has neither files of DeepSpeed nor model.safetensors nor pytorch_model_fsdp")
+    return read_fsdp_weights(by_fsdp)
+
+
+def _check_layout(engine: Any, folder: Path, checkpoint: str) -> None:
+    """Refuses files of another stage or number of ranks, which DeepSpeed fails on in ways that name neither."""
+    ranks, stages = layout_of(folder)
+    stage = int(engine.zero_optimization_stage())
+    here = engine.seq_dp_world_size if stage else 0
+    if str(stage) not in stages or ranks != here:
+        by = f"by {ranks} ranks at ZeRO stage {stages}" if ranks else "at ZeRO stage 0"
+        raise CheckpointError(
+            f"{checkpoint} was saved {by}, and this run has {engine.seq_dp_world_size} ranks at stage {stage}: `hf-emopt "
+            f"convert {checkpoint} OUTPUT` makes of it a checkpoint that resumes at any number of ranks and any stage"
+        )

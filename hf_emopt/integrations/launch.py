@@ -14,7 +14,6 @@ which :class:`hf_emopt.EmoptPlugin` and ``Trainer`` read, and Accelerate's own l
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import subprocess
@@ -31,6 +30,7 @@ from accelerate.commands.launch import launch_command, launch_command_parser  # 
 from accelerate.utils import patch_environment  # type: ignore[import-untyped]
 
 from hf_emopt.integrations.accelerate import ENVIRONMENT_PREFIX, EmoptPlugin
+from hf_emopt.integrations.registry import did_you_mean
 
 __all__ = ["BLOCK", "environment_of", "launch", "split_config"]
 
@@ -108,9 +108,9 @@ def split_config(path: str | Path, flag: str = "--config_file") -> tuple[Any, di
         raise ValueError(f"{path} is not valid YAML: {error}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold `key: value` lines, got {type(content).__name__}")
-    near = [key for key in content if key != BLOCK and difflib.get_close_matches(str(key), [BLOCK], cutoff=0.8)]
-    if near:
-        raise ValueError(f"{path}: unknown key {near[0]!r}; did you mean {BLOCK!r}?")
+    for key in content:
+        if key != BLOCK and (hint := did_you_mean(key, [BLOCK], cutoff=0.8)):
+            raise ValueError(f"{path}: unknown key {key!r}{hint}")
     return content.get(BLOCK), {key: value for key, value in content.items() if key != BLOCK}
 
 
@@ -129,8 +129,7 @@ def environment_of(block: Any, path: str) -> dict[str, str]:
         raise ValueError(f"{path}: {BLOCK} must be a mapping of {', '.join(known)}; got {type(block).__name__}")
     for key in block:
         if key not in known:
-            close = difflib.get_close_matches(str(key), known, n=1, cutoff=0.4)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
+            hint = did_you_mean(key, known, cutoff=0.4)
             raise ValueError(f"{path}: {BLOCK} has no key {key!r}{hint} Known: {', '.join(known)}.")
     given = {key: value for key, value in block.items() if value is not None}
     try:

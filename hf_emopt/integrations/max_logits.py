@@ -1,7 +1,8 @@
 """The largest attention logit of every head, measured while a transformers model runs, whatever computes its attention.
 
 Attention modules of transformers ask ``AttentionInterface.get_interface`` for the function that computes them (eager, SDPA,
-FlashAttention, FlexAttention, kernels from the Hub). While a recorder is on, what they get measures query and key first.
+FlashAttention, FlexAttention, kernels from the Hub). While a recorder is on, they get a function that measures query and key
+first.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ class MaxLogits:
             loss = model(**batch).loss
         hf_emopt.optimizers.qk_clip(model, recorder.max_logits())
 
-    The maximum is over all batches since the last :meth:`reset`, so over micro-batches too. What gradient checkpointing
-    computes again in the backward pass is not measured again. The measure is what a soft cap (Gemma 2) is handed, and leaves
-    out what a mask or a position bias adds. Rows of padded queries count where the mask lets them see keys, as it does under
-    eager and SDPA.
+    The maximum is over all batches since the last :meth:`reset`, so over micro-batches too. A forward pass that gradient
+    checkpointing repeats in the backward pass is not measured again. Logits are measured before a soft cap (Gemma 2) and
+    without the terms of a mask or a position bias. Rows of padded queries count where the mask lets them see keys, as it does
+    under eager and SDPA.
 
     Args:
         model: whose attention modules are recorded; wrapped or not.
@@ -95,7 +96,7 @@ class MaxLogits:
         AttentionInterface.get_interface = _get_interface  # type: ignore[method-assign]
 
     def stop(self) -> None:
-        """Records no more; what was measured stays."""
+        """Ends recording; the measured maxima stay."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -104,12 +105,12 @@ class MaxLogits:
             AttentionInterface.get_interface = _original  # type: ignore[method-assign]
 
     def reset(self) -> None:
-        """Forgets what was measured."""
+        """Forgets the measured maxima."""
         self._best.clear()
         self._ran.clear()
 
     def leave_out(self, names: Iterable[str]) -> None:
-        """Measures these attention modules no more."""
+        """Excludes these attention modules from measurement."""
         for name in names:
             self._by_module.pop(id(self.found.pop(name).module), None)
             self._best.pop(name, None)
@@ -131,7 +132,7 @@ class MaxLogits:
         query, key = _local(args[0]), _local(args[1])
         if query.shape[2] == 0 or key.shape[2] == 0:
             return
-        heads = self._place(query_key, query, key)
+        heads = self._heads_of(query_key, query, key)
         scaling = kwargs.get("scaling")
         scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
         with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
@@ -146,8 +147,8 @@ class MaxLogits:
                 best = self._best[query_key.name] = found.new_full((query_key.heads,), -torch.inf)
             best[heads] = torch.maximum(best[heads], found)
 
-    def _place(self, query_key: QueryKey, query: Tensor, key: Tensor) -> slice:
-        """Which heads these are: all, or under tensor parallelism this rank's."""
+    def _heads_of(self, query_key: QueryKey, query: Tensor, key: Tensor) -> slice:
+        """The heads of this call: all, or this rank's under tensor parallelism."""
         count, dim = query.shape[1], query.shape[3]
         if dim != query_key.head_dim or query_key.heads % count or count % key.shape[1]:
             raise ValueError(
@@ -232,7 +233,7 @@ def _note(implementation: str | None, module: nn.Module, args: tuple[Any, ...], 
 
 
 def _in_backward() -> bool:
-    """Whether this runs inside of a backward pass: gradient checkpointing computes again what was measured before."""
+    """Whether a backward pass is running, in which gradient checkpointing repeats forward passes."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
@@ -241,7 +242,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _tensor_parallel_rank(weight: DTensor, parts: int) -> int | None:
-    """This rank's place along the mesh dimension that cuts the heads into ``parts``; the innermost that fits."""
+    """This rank's index along the innermost mesh dimension that cuts the heads into ``parts``, or ``None``."""
     mesh = weight.device_mesh
     for d in reversed(range(mesh.ndim)):
         if mesh.size(d) == parts and getattr(weight.placements[d], "dim", None) == 0:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 
+from hf_emopt.integrations.callback import add_to_log
 from hf_emopt.integrations.max_logits import MaxLogits
 from hf_emopt.integrations.registry import unwrap_optimizer
 from hf_emopt.optimizers.qk_clip import check_options, clip_found
@@ -24,17 +25,18 @@ class QKClipCallback(TrainerCallback):
     too. Logs get ``qk_clip/max_logit``, the largest logit since the last log, and ``qk_clip/clipped_heads``, how many
     times a head was clipped.
 
-    Logits are those of the weights before the step, so the next step finds them higher by what one step adds: that is what
-    the margin is for. A batch that is louder than those before it can still exceed the threshold once; it is clipped then.
+    Logits are measured on the weights before the step, so the next forward pass finds them higher by the growth of one step.
+    The margin leaves room for this growth. A batch with larger logits than the batches before it can still exceed the
+    threshold once; its heads are clipped then.
 
     Args:
-        threshold: largest logit that there is to be; 100 in the paper.
+        threshold: largest allowed logit; 100 in the paper.
         every: optimizer steps from one clip to the next; in between nothing is measured.
         mode: ``"exact"`` or ``"bound"``, see :class:`hf_emopt.MaxLogits`.
         balance: the query's share of a factor as an exponent, 0 to 1.
         modules: regular expressions for attention modules' names; the others are left alone.
-        margin: part of the threshold that is left free for what ``every`` steps add, from 0 on and below 1. 0 is the
-            paper's algorithm, which scales to the threshold itself.
+        margin: share of the threshold that is left free for the growth of logits in ``every`` steps, at least 0 and below 1.
+            0 is the paper's algorithm, which scales to the threshold itself.
 
     Raises:
         ValueError: a value is out of range.
@@ -59,9 +61,7 @@ class QKClipCallback(TrainerCallback):
         self._recorder: MaxLogits | None = None
         self._largest, self._clipped = float("-inf"), 0
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, *_: Any, **kwargs: Any) -> None:
         """Finds queries and keys.
 
         Raises:
@@ -88,21 +88,17 @@ class QKClipCallback(TrainerCallback):
                 "QKClipCallback: no attention module has a query or key that trains and that a factor acts on (all are "
                 "frozen, or normed without a weight): there is nothing to clip"
             )
-        # What cannot be acted on is not measured either.
+        # Modules that a clip cannot act on are not measured.
         recorder.leave_out([name for name, query_key in recorder.found.items() if not query_key.trains])
         self._recorder = recorder
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         """Measures from here on where this step ends in a clip."""
         if self._recorder is not None and (state.global_step + 1) % self.every == 0:
             self._recorder.reset()
             self._recorder.start()
 
-    def on_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_optimizer_step(self, *_: Any, **kwargs: Any) -> None:
         """Clips.
 
         Raises:
@@ -126,26 +122,16 @@ class QKClipCallback(TrainerCallback):
         self._clipped += report.clipped_heads
 
     def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, *_: Any, logs: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
         """Adds what was measured since the last log."""
         if logs is None or "loss" not in logs or self._largest == float("-inf"):
             return
-        metrics = {"qk_clip/max_logit": self._largest, "qk_clip/clipped_heads": self._clipped}
+        add_to_log(logs, state, {"qk_clip/max_logit": self._largest, "qk_clip/clipped_heads": self._clipped})
         self._largest, self._clipped = float("-inf"), 0
-        logs.update(metrics)
-        if state.log_history:
-            state.log_history[-1].update(metrics)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Lets go of the model."""
+    def on_train_end(self, *_: Any, **kwargs: Any) -> None:
+        """Drops the reference to the model."""
         self._stop()
 
     def _stop(self) -> None:

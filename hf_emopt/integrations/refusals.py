@@ -1,13 +1,15 @@
 """Ways of training that would not give the update of a single process; each is refused with what to use instead.
 
-Everything here is asked before the first step. What is missed here meets ``hf_emopt.distributed.layout`` at the step.
+The refusals come before the first step, from configurations and models. A layout that they miss is refused by
+``hf_emopt.distributed.layout`` at the step. DeepSpeed and Accelerate replace or step aside for an optimizer without a word
+under several configurations; none of these falls back to another optimizer.
 """
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from accelerate.state import AcceleratorState, PartialState  # type: ignore[import-untyped]
@@ -16,11 +18,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers.training_args import TrainingArguments
 
-from hf_emopt.integrations.deepspeed_refusals import config_problem
-
 __all__ = [
     "ACCELERATE_FIX",
     "TRAINER_FIX",
+    "config_problem",
     "deepspeed_problem",
     "fsdp1_problem",
     "megatron_problem",
@@ -29,6 +30,7 @@ __all__ = [
     "refuse_deepspeed",
     "refuse_layouts",
     "refuse_unsupported",
+    "scheduler_problem",
     "warn_of_missing_fsdp",
 ]
 
@@ -79,10 +81,10 @@ def refuse_deepspeed(args: TrainingArguments) -> None:
     """
     plugin = getattr(args, "deepspeed_plugin", None)
     if plugin is not None:
-        _refuse_deepspeed_config(f"optim={optim_name(args)!r}", plugin)
+        _refuse_plugin(f"optim={optim_name(args)!r}", plugin)
 
 
-def _refuse_deepspeed_config(name: str, plugin: Any) -> None:
+def _refuse_plugin(name: str, plugin: Any) -> None:
     problem = deepspeed_problem(name, plugin.deepspeed_config)
     if problem is not None:
         raise ValueError(problem)
@@ -119,7 +121,7 @@ def refuse_accelerator(accelerator: Any, name: str) -> None:
     warn_of_missing_fsdp()
     kind = accelerator.distributed_type
     if kind == DistributedType.DEEPSPEED:
-        _refuse_deepspeed_config(name, accelerator.state.deepspeed_plugin)
+        _refuse_plugin(name, accelerator.state.deepspeed_plugin)
     if kind == DistributedType.MEGATRON_LM:
         raise ValueError(megatron_problem(name))
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
@@ -175,3 +177,119 @@ def fsdp1_problem(name: str, fix: str) -> str:
         f"{name} cannot run under FSDP1: it flattens parameters, and no process holds a matrix. Use FSDP2, which keeps "
         f"them: {fix} in the accelerate configuration; or DistributedDataParallel."
     )
+
+
+# ---------------------------------------------------------------------- configurations of DeepSpeed
+
+
+def config_problem(config: Mapping[str, Any]) -> str | None:
+    """What in a DeepSpeed configuration a matrix optimizer cannot be trained with, and what to write instead.
+
+    Args:
+        config: as in the JSON file; ``"auto"`` counts as not given.
+
+    Returns:
+        Cause and fix, or ``None``.
+    """
+    return next(_config_problems(config), None)
+
+
+def _config_problems(config: Mapping[str, Any]) -> Iterator[str]:
+    zero = _section(config, "zero_optimization")
+    if "optimizer" in config:
+        kind = _section(config, "optimizer").get("type", "an optimizer")
+        yield (
+            f"the DeepSpeed configuration names an optimizer of its own, {kind}, and one of the two would be dropped: remove "
+            'the "optimizer" block from it'
+        )
+    offload = _section(zero, "offload_optimizer")
+    device = "cpu" if zero.get("cpu_offload") is True else str(offload.get("device", "none"))
+    if device == "nvme":
+        yield (
+            'offload_optimizer with "device": "nvme" is not supported: DeepSpeed swaps one flat tensor of state for each '
+            'group in and out, and the state of whole matrices is no part of it. Use "device": "cpu"'
+        )
+    if device not in ("none", "auto"):
+        if float(offload.get("ratio", 1.0)) != 1.0:
+            yield (
+                f'offload_optimizer with "ratio": {offload["ratio"]} steps what stays on the GPU with torch.optim.AdamW, '
+                'whatever the optimizer is: remove "ratio"'
+            )
+        if config.get("zero_force_ds_cpu_optimizer", True) is not False:
+            yield (
+                "with offload_optimizer DeepSpeed and Accelerate replace the optimizer by DeepSpeedCPUAdam unless the "
+                'DeepSpeed configuration says "zero_force_ds_cpu_optimizer": false: write that at its top level'
+            )
+    if _section(config, "fp16").get("enabled") is True and zero.get("stage", 0) == 0:
+        yield (
+            '"fp16" at ZeRO stage 0: DeepSpeed divides gradients there by a loss scale that it has not multiplied the loss '
+            'by, so that they underflow, and steps that overflow are not seen. Set "stage": 1, which trains the same'
+        )
+    autocast = _section(config, "torch_autocast")
+    dtype = str(autocast.get("dtype"))
+    if autocast.get("enabled") is True and "16" in dtype and "bf" not in dtype:
+        yield (
+            "torch_autocast with float16 scales losses rank by rank, and ranks would skip different steps: use bfloat16, or "
+            'the "fp16" block'
+        )
+    if zero.get("elastic_checkpoint") is True:
+        yield (
+            '"elastic_checkpoint": true saves state as if all of it were flat: remove it. `hf-emopt convert` makes '
+            "checkpoints that load at another number of ranks"
+        )
+    if _number(_section(config, "tensor_parallel").get("autotp_size")) > 1:
+        yield "DeepSpeed's tensor parallelism (autotp_size) cuts matrices: remove it, or use transformers' DistributedConfig"
+    if _number(zero.get("mics_shard_size")) > 0:
+        yield "MiCS (mics_shard_size) is not supported: remove it, or use HSDP"
+    if "zenflow" in zero:
+        yield "ZenFlow steps parts of the gradient on their own: remove the zenflow block"
+    if offload.get("super_offload") is True:
+        yield 'SuperOffload has an optimizer of its own: remove "super_offload"'
+
+
+def _section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = config.get(key)
+    return value if isinstance(value, Mapping) else {}
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, (int, float)) else 0.0
+
+
+_ABSOLUTE: dict[str, dict[str, float]] = {
+    "WarmupLR": {"warmup_min_lr": 0.0, "warmup_max_lr": 1e-3},
+    "WarmupDecayLR": {"warmup_min_lr": 0.0, "warmup_max_lr": 1e-3},
+    "OneCycle": {"cycle_min_lr": 0.0, "cycle_max_lr": 0.0},
+    "LRRangeTest": {"lr_range_test_min_lr": 1e-3},
+    "OneCycleLR": {"max_lr": 0.0},
+    "CyclicLR": {"base_lr": 0.0, "max_lr": 0.0},
+    "CosineAnnealingLR": {"eta_min": 0.0},
+    "CosineAnnealingWarmRestarts": {"eta_min": 0.0},
+}
+"""Parameters of schedulers of DeepSpeed and torch that are learning rates themselves, not factors, with their defaults. One
+number is that of all groups; a list has one for each. Zero keeps every ratio."""
+
+
+def scheduler_problem(config: Mapping[str, Any], rates: Sequence[float]) -> str | None:
+    """What in a ``"scheduler"`` block would give groups of different learning rates the same one.
+
+    Args:
+        config: as in the JSON file, with numbers where it had ``"auto"``.
+        rates: learning rates of the optimizer's groups.
+
+    Returns:
+        Cause and fix, or ``None``.
+    """
+    scheduler = _section(config, "scheduler")
+    kind, given = str(scheduler.get("type")), _section(scheduler, "params")
+    if len(set(rates)) < 2:
+        return None
+    for key, default in _ABSOLUTE.get(kind, {}).items():
+        value = _number(given.get(key, default))
+        if value:
+            return (
+                f'the "scheduler" block, {kind}, has "{key}": {value:g} for all groups, whose learning rates are '
+                f"{', '.join(f'{rate:g}' for rate in rates)}, and their ratio (learning_rate to aux_lr) would be lost: "
+                'remove the "scheduler" block. Schedulers of Trainer (lr_scheduler_type) multiply each group\'s own rate'
+            )
+    return None

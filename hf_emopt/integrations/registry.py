@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterable
 from typing import Any
 
 from hf_emopt.optimizers import SOAP, KLShampoo, Muon, NorMuon, Shampoo
 from hf_emopt.optimizers.base import MatrixOptimizer
 
-__all__ = ["OPTIMIZERS", "PREFIX", "optimizer_class", "unwrap_optimizer"]
+__all__ = ["OPTIMIZERS", "PREFIX", "did_you_mean", "optimizer_class", "unwrap_optimizer"]
 
 PREFIX = "emopt_"
 OPTIMIZERS: dict[str, type[MatrixOptimizer]] = {
@@ -21,6 +22,12 @@ OPTIMIZERS: dict[str, type[MatrixOptimizer]] = {
 """Name without prefix to optimizer class. A new optimizer is one line here."""
 
 
+def did_you_mean(name: object, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """``"; did you mean 'muon'?"`` with the known name nearest to an unknown one; empty where none is near."""
+    close = difflib.get_close_matches(str(name), list(known), n=1, cutoff=cutoff)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
 def optimizer_class(name: str) -> type[MatrixOptimizer]:
     """The class of ``name``, with or without the prefix ``emopt_``.
 
@@ -29,9 +36,7 @@ def optimizer_class(name: str) -> type[MatrixOptimizer]:
     """
     optimizer_cls = OPTIMIZERS.get(name.removeprefix(PREFIX))
     if optimizer_cls is None:
-        close = difflib.get_close_matches(name, OPTIMIZERS, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"{name!r} is not one of {', '.join(OPTIMIZERS)}{hint}")
+        raise ValueError(f"{name!r} is not one of {', '.join(OPTIMIZERS)}{did_you_mean(name, OPTIMIZERS)}")
     return optimizer_cls
 
 

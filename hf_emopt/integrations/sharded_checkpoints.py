@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from transformers.trainer_utils import SaveStrategy
 
 from hf_emopt.checkpoint.files import CheckpointError
+from hf_emopt.integrations.checkpoints import all_gather_values
 from hf_emopt.integrations.registry import unwrap_optimizer
 
 __all__ = ["FOLDER", "can_save", "is_sharded_at_load", "load_optimizer", "load_weights", "permitted", "save_optimizer"]
@@ -45,7 +46,7 @@ def can_save() -> bool:
 
 @contextmanager
 def permitted(model: Any, args: Any) -> Iterator[None]:
-    """Inside, ``Trainer`` can be made for a sharded model whose optimizer is to be saved as well.
+    """A context in which ``Trainer`` accepts a sharded model whose optimizer is to be saved as well.
 
     Raises:
         ValueError: transformers is too old to write such an optimizer.
@@ -67,12 +68,12 @@ def permitted(model: Any, args: Any) -> Iterator[None]:
 
 
 def save_optimizer(trainer: Any, folder: str | Path) -> None:
-    """Optimizer and schedule into a checkpoint. All ranks must call it."""
+    """Saves optimizer and schedule into a checkpoint. All ranks must call it."""
     from transformers.distributed.checkpoint import save_optimizer_distributed
 
     ours = unwrap_optimizer(trainer.optimizer)
     assert ours is not None
-    ours.consolidate_state_dict(to=None)  # of plain parameters beside sharded ones, which lies with owners
+    ours.consolidate_state_dict(to=None)  # owners hold the state of plain parameters
     save_optimizer_distributed(trainer.model, ours, str(Path(folder) / FOLDER))
     if trainer.args.should_save:
         torch.save(trainer.lr_scheduler.state_dict(), Path(folder) / _SCHEDULER)
@@ -80,7 +81,7 @@ def save_optimizer(trainer: Any, folder: str | Path) -> None:
 
 
 def load_optimizer(trainer: Any, folder: str | Path) -> bool:
-    """Optimizer and schedule from a checkpoint that has them; whether it has. All ranks must call it.
+    """Loads optimizer and schedule from a checkpoint, and returns whether it has them. All ranks must call it.
 
     Raises:
         CheckpointError: some ranks see the state and some do not.
@@ -90,8 +91,7 @@ def load_optimizer(trainer: Any, folder: str | Path) -> bool:
     ours = unwrap_optimizer(trainer.optimizer)
     assert ours is not None
     path = Path(folder) / FOLDER
-    seen: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(seen, path.is_dir())
+    seen = all_gather_values(path.is_dir())
     if not any(seen):
         return False
     if not all(seen):
@@ -105,7 +105,7 @@ def load_optimizer(trainer: Any, folder: str | Path) -> bool:
 
 @torch.no_grad()
 def load_weights(model: Any, folder: str | Path) -> None:
-    """Whole weights that ``save_pretrained`` has written, each rank its part. All ranks must call it.
+    """Loads this rank's part of whole weights that ``save_pretrained`` has written. All ranks must call it.
 
     Raises:
         CheckpointError: the weights there are another model's.

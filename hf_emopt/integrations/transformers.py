@@ -8,8 +8,8 @@ all idempotent and without effect on other optimizers:
    dies there of a list, a flag or a mapping with an error that names nothing. Ours are parsed by
    :mod:`hf_emopt.integrations.optim_args` instead;
 3. adds :class:`DefaultCallback` to the default callbacks: every group's learning rate in the logs, diagnostics where they
-   are asked for, and the route of the parameters once at the start. A callback of the user's would come after those of
-   the loggers;
+   are asked for, and the route of the parameters once at the start. A callback of the user's would run after the loggers'
+   callbacks;
 4. wraps the methods of ``Trainer`` that save and evaluate: see :mod:`hf_emopt.integrations.checkpoints`;
 5. wraps ``Trainer.create_optimizer``, which would give one of our classes in ``optimizer_cls_and_kwargs`` two lists of
    parameters, in which nothing says which of them are embeddings and heads.
@@ -17,22 +17,22 @@ all idempotent and without effect on other optimizers:
 
 from __future__ import annotations
 
-import functools
 import logging as levels
 from collections.abc import Callable
 from typing import Any
 
 from transformers import trainer, trainer_optimizer, training_args
-from transformers.trainer_callback import TrainerControl, TrainerState
+from transformers.trainer_callback import TrainerState
 from transformers.trainer_optimizer import OptimizerContext
 from transformers.training_args import TrainingArguments
 from transformers.utils import logging
 
 from hf_emopt.integrations.accelerate import overruled_environment, trainer_environment
 from hf_emopt.integrations.callback import MeasuringCallback, level_of_environment
-from hf_emopt.integrations.checkpoints import MARK, hook_trainer, synchronize
+from hf_emopt.integrations.checkpoints import hook_trainer, synchronize
 from hf_emopt.integrations.enum_members import add_string_member
 from hf_emopt.integrations.optim_args import parse_optim_args
+from hf_emopt.integrations.patching import MARK, patch
 from hf_emopt.integrations.refusals import optim_name, refuse_deepspeed, refuse_unsupported
 from hf_emopt.integrations.registry import OPTIMIZERS, PREFIX, unwrap_optimizer
 from hf_emopt.optimizers.base import MatrixOptimizer
@@ -119,8 +119,8 @@ def register() -> None:
     for name, optimizer_cls in OPTIMIZERS.items():
         register_optimizer(PREFIX + name, optimizer_cls)
         register_optimizer(name, optimizer_cls)
-    _wrap_get_optimizer()
-    _wrap_create_optimizer()
+    patch(trainer.Trainer, "get_optimizer_cls_and_kwargs", _get_optimizer_cls_and_kwargs)
+    patch(trainer.Trainer, "create_optimizer", _create_optimizer)
     hook_trainer()
     callbacks: list[Any] = trainer.DEFAULT_CALLBACKS
     callbacks[:] = [callback for callback in callbacks if not hasattr(callback, MARK)]
@@ -133,49 +133,35 @@ def handler_of(args: TrainingArguments) -> Handler | None:
     return handler if hasattr(handler, MARK) else None
 
 
-def _wrap_get_optimizer() -> None:
-    """Lets our handlers see ``optim_args`` before transformers cuts it up."""
-    original = trainer.Trainer.get_optimizer_cls_and_kwargs
-    original = getattr(original, MARK, original)
-
-    @functools.wraps(original)
-    def get_optimizer_cls_and_kwargs(args: TrainingArguments, model: Any = None) -> tuple[Any, Any]:
-        handler = handler_of(args)
-        if handler is None:
-            return original(args, model)
-        return handler(OptimizerContext(args=args, model=model, optimizer_kwargs={}, adam_kwargs={}, optim_args={}))
-
-    setattr(get_optimizer_cls_and_kwargs, MARK, original)
-    trainer.Trainer.get_optimizer_cls_and_kwargs = staticmethod(get_optimizer_cls_and_kwargs)  # type: ignore[method-assign]
+def _get_optimizer_cls_and_kwargs(
+    original: Callable[..., tuple[Any, Any]], args: TrainingArguments, model: Any = None
+) -> tuple[Any, Any]:
+    """Shows our handlers ``optim_args`` before transformers cuts it up."""
+    handler = handler_of(args)
+    if handler is None:
+        return original(args, model)
+    return handler(OptimizerContext(args=args, model=model, optimizer_kwargs={}, adam_kwargs={}, optim_args={}))
 
 
-def _wrap_create_optimizer() -> None:
+def _create_optimizer(original: Callable[..., Any], self: trainer.Trainer, *args: Any, **options: Any) -> Any:
     """Gives our classes the model."""
-    original = trainer.Trainer.create_optimizer
-    original = getattr(original, MARK, original)
-
-    @functools.wraps(original)
-    def create_optimizer(self: trainer.Trainer, *args: Any, **options: Any) -> Any:
-        given = getattr(self, "optimizer_cls_and_kwargs", None)
-        cls = given[0] if given is not None else None
-        if self.optimizer is None and isinstance(cls, type) and issubclass(cls, MatrixOptimizer):
-            assert given is not None
-            refuse_unsupported(self.args, self.model)
-            model = next((m for m in (*args, options.get("model")) if m is not None), self.model)
-            if not {"params", "model", "optimizer_dict"} & set(given[1]):
-                # Which is in the lists that this takes the place of.
-                decay = {"weight_decay": self.args.weight_decay}
-                self.optimizer_cls_and_kwargs = cls, {**decay, **given[1], "model": model}
-        return original(self, *args, **options)
-
-    setattr(create_optimizer, MARK, original)
-    trainer.Trainer.create_optimizer = create_optimizer  # type: ignore[method-assign]
+    given = getattr(self, "optimizer_cls_and_kwargs", None)
+    cls = given[0] if given is not None else None
+    if self.optimizer is None and isinstance(cls, type) and issubclass(cls, MatrixOptimizer):
+        assert given is not None
+        refuse_unsupported(self.args, self.model)
+        model = next((m for m in (*args, options.get("model")) if m is not None), self.model)
+        if not {"params", "model", "optimizer_dict"} & set(given[1]):
+            # The two lists of parameters that the model replaces hold the decay.
+            decay = {"weight_decay": self.args.weight_decay}
+            self.optimizer_cls_and_kwargs = cls, {**decay, **given[1], "model": model}
+    return original(self, *args, **options)
 
 
 def group_learning_rates(optimizer: MatrixOptimizer, peak: bool = False) -> dict[str, float]:
     """Learning rates by kind of parameter group, ``{"lr/matrix": ..., "lr/aux": ...}``, as they are now.
 
-    With ``peak``, as the user gave them: what a scheduler warms up to.
+    With ``peak``, the rates as the user gave them, which a scheduler warms up to.
 
     Groups of one kind that started from the same rate and still have it (with and without weight decay, say) are one
     entry; any other is added under its own name.
@@ -200,8 +186,8 @@ class DefaultCallback(MeasuringCallback):
     At the start of training: one line at warning level (so that it is seen under the default verbosity) and the whole
     route of the parameters at info level. In each training log: ``lr/matrix`` and ``lr/aux`` beside ``learning_rate``,
     which is the first group's alone, ``skipped_steps`` once a step has been skipped for a gradient that is not finite, and
-    the diagnostics that :class:`hf_emopt.EmoptCallback` or the environment has asked for. A callback of the user's would come
-    after those of the loggers.
+    the diagnostics that :class:`hf_emopt.EmoptCallback` or the environment has asked for. A callback of the user's would run
+    after the loggers' callbacks.
     """
 
     route_level = levels.INFO
@@ -211,15 +197,15 @@ class DefaultCallback(MeasuringCallback):
         self._rates: dict[str, float] = {}
 
     def metrics(self, optimizer: MatrixOptimizer) -> dict[str, float]:
-        """What belongs into a training log: rates of the last step, skipped steps unless there is none, and diagnostics."""
+        """The figures for a training log: rates of the last step, skipped steps if there are any, and diagnostics."""
         measured = super().metrics(optimizer)
-        # Where it was measured, the device is not asked again.
+        # A measured count spares a second transfer from the device.
         skipped = measured.get("emopt/skipped_steps")
         skipped = optimizer.skipped_steps if skipped is None else skipped
         rates = self._rates or group_learning_rates(optimizer)
         return {**rates, **({"skipped_steps": skipped} if skipped else {}), **measured}
 
-    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_init_end(self, args: TrainingArguments, *_: Any, **kwargs: Any) -> None:
         """Refuses before models are wrapped.
 
         Raises:
@@ -228,9 +214,7 @@ class DefaultCallback(MeasuringCallback):
         if handler_of(args) is not None and kwargs.get("optimizer") is None:
             refuse_unsupported(args, kwargs.get("model"))
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         """Logs the route.
 
         Raises:
@@ -255,17 +239,13 @@ class DefaultCallback(MeasuringCallback):
             for sentence in overruled_environment(args):
                 logger.warning(sentence)
 
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_pre_optimizer_step(self, *_: Any, **kwargs: Any) -> None:
         # By the time of the log the scheduler has moved on; the log's `learning_rate` is the one of this step.
         optimizer = unwrap_optimizer(kwargs.get("optimizer"))
         if optimizer is not None:
             self._rates = group_learning_rates(optimizer)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, *_: Any, **kwargs: Any) -> None:
         """Leaves current parameters behind."""
         synchronize(kwargs.get("optimizer"))
 

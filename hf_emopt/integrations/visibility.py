@@ -15,7 +15,7 @@ __all__ = ["visible_of"]
 def visible_of(
     implementation: str | None, module: nn.Module, query: Tensor, key: Tensor, mask: Any, kwargs: dict[str, Any]
 ) -> Visible:
-    """What an attention function makes of its mask and keyword arguments.
+    """The keys that each query sees by the mask and keyword arguments of an attention function.
 
     Args:
         implementation: name that the function is registered under; ``None`` or ``"eager"`` for a model's own.
@@ -73,8 +73,8 @@ def _flash(module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, k
     if positions is not None and query.shape[0] == 1 and queries == keys and positions.dim() == 2:
         starts = positions[:, :1].new_zeros(1, queries)
         starts[:, 1:] = (positions[:1, 1:] != positions[:1, :-1] + 1).to(starts.dtype)
-        sequences = starts.cumsum(-1)
-        return Visible(**options, query_sequences=sequences, key_sequences=sequences)
+        segments = starts.cumsum(-1)
+        return Visible(**options, query_segments=segments, key_segments=segments)
     return Visible(**options)
 
 
@@ -85,9 +85,9 @@ def _packed(starts_q: Tensor, starts_k: Tensor, query: Tensor, key: Tensor, opti
             "QK-clip: packed sequences with other lengths of queries than of keys, causal or in windows, are not understood; "
             "use mode='bound', which reads no mask"
         )
-    places = []
+    segments = []
     for starts, tensor in ((starts_q, query), (starts_k, key)):
         batch, length = tensor.shape[0], tensor.shape[2]
         index = torch.arange(batch * length, device=tensor.device)
-        places.append(torch.bucketize(index, starts.to(index)[1:-1], right=True).view(batch, length))
-    return Visible(**{**options, "offset": 0}, query_sequences=places[0], key_sequences=places[1])
+        segments.append(torch.bucketize(index, starts.to(index)[1:-1], right=True).view(batch, length))
+    return Visible(**{**options, "offset": 0}, query_segments=segments[0], key_segments=segments[1])

@@ -27,7 +27,7 @@ class Visible:
         offset: position of the first query among the keys.
         window: ``(left, right)``: key ``j`` is seen by query ``i`` if ``-left <= j - i - offset <= right``; under ``causal``
             the right side does not count.
-        query_sequences, key_sequences: ``(B or 1, Q)`` and ``(B or 1, K)`` numbers of packed sequences: only equal ones see
+        query_segments, key_segments: ``(B or 1, Q)`` and ``(B or 1, K)`` numbers of packed sequences: only equal ones see
             each other. Causality and window count positions in the packed row, which within a sequence is the same.
         function: ``(batch, head, query, key) -> bool`` on index tensors, as FlexAttention's ``mask_mod``.
     """
@@ -38,8 +38,8 @@ class Visible:
     causal: bool = False
     offset: int = 0
     window: tuple[int, int] | None = None
-    query_sequences: Tensor | None = None
-    key_sequences: Tensor | None = None
+    query_segments: Tensor | None = None
+    key_segments: Tensor | None = None
     function: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None = None
 
     def columns(self, rows: slice, keys: int) -> slice:
@@ -62,8 +62,8 @@ class Visible:
             seen.append(self.queries[:, None, rows, None])
         if self.keys is not None:
             seen.append(self.keys[:, None, None, cols])
-        if self.query_sequences is not None and self.key_sequences is not None:
-            seen.append(self.query_sequences[:, None, rows, None] == self.key_sequences[:, None, None, cols])
+        if self.query_segments is not None and self.key_segments is not None:
+            seen.append(self.query_segments[:, None, rows, None] == self.key_segments[:, None, None, cols])
         i = torch.arange(rows.start, rows.stop, device=device)[:, None]
         j = torch.arange(cols.start, cols.stop, device=device)[None, :]
         distance = j - i - self.offset

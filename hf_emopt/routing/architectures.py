@@ -1,4 +1,4 @@
-"""The registry of families, and the families themselves: who stores what in one parameter.
+"""The registry of families, and the families themselves: which matrices each stores in one parameter.
 
 A rule belongs to the class that *uses* the parameter, since the layout shows only in its ``forward``: the module is
 found by its class name (or by a predicate on its attributes), the parameter by its name relative to that module.

@@ -58,10 +58,15 @@ def concatenated_qkv(name: str) -> ArchitectureRule:
         if parts is None:
             return None
         by_head = parameter.per_head and head is not None and all(size % head == 0 for _, size in parts)
-        matrix_views = rows(parameter.shape, parts, head_dim=head if by_head else None)
-        return matrix(matrix_views, _fused("q, k, v", by_head), "attention")
+        return _concatenated(parameter, parts, head, by_head)
 
     return rule
+
+
+def _concatenated(parameter: ParameterInfo, parts: Parts, head: int | None, by_head: bool) -> Decision:
+    """Parts q, k, v one after the other, each one matrix or one matrix per head of ``head`` rows."""
+    views = rows(parameter.shape, parts, head_dim=head if by_head else None)
+    return matrix(views, _fused("q, k, v", by_head), "attention")
 
 
 def gpt2(parameter: ParameterInfo, module: nn.Module, relative: str) -> Decision | None:
@@ -103,8 +108,8 @@ def per_head_qkv(name: str) -> ArchitectureRule:
 def _grouped_qkv(parameter: ParameterInfo, groups: int, queries: int, head: int) -> Decision:
     """Groups of ``queries`` query heads, one key head and one value head."""
     parts = (("q", queries * head), ("k", head), ("v", head))
-    matrix_views = grouped_rows(parameter.shape, groups, parts, head_dim=head if parameter.per_head else None)
-    return matrix(matrix_views, _fused("q, k, v head by head", parameter.per_head), "attention")
+    views = grouped_rows(parameter.shape, groups, parts, head_dim=head if parameter.per_head else None)
+    return matrix(views, _fused("q, k, v head by head", parameter.per_head), "attention")
 
 
 def falcon(parameter: ParameterInfo, module: nn.Module, relative: str) -> Decision | None:
@@ -119,12 +124,7 @@ def falcon(parameter: ParameterInfo, module: nn.Module, relative: str) -> Decisi
         return _grouped_qkv(parameter, kv_heads, query_heads // kv_heads, head)
     if not getattr(module, "multi_query", False):
         return _grouped_qkv(parameter, query_heads, 1, head)
-    matrix_views = rows(
-        parameter.shape,
-        (("q", query_heads * head), ("k", head), ("v", head)),
-        head_dim=head if parameter.per_head else None,
-    )
-    return matrix(matrix_views, _fused("q, k, v", parameter.per_head), "attention")
+    return _concatenated(parameter, (("q", query_heads * head), ("k", head), ("v", head)), head, parameter.per_head)
 
 
 def gpt_bigcode(parameter: ParameterInfo, module: nn.Module, relative: str) -> Decision | None:
@@ -135,8 +135,7 @@ def gpt_bigcode(parameter: ParameterInfo, module: nn.Module, relative: str) -> D
     if not getattr(module, "multi_query", False):
         return _grouped_qkv(parameter, parameter.shape[0] // (3 * head), 1, head)
     parts = (("q", parameter.shape[0] - 2 * head), ("k", head), ("v", head))
-    matrix_views = rows(parameter.shape, parts, head_dim=head if parameter.per_head else None)
-    return matrix(matrix_views, _fused("q, k, v", parameter.per_head), "attention")
+    return _concatenated(parameter, parts, head, parameter.per_head)
 
 
 def codegen(parameter: ParameterInfo, module: nn.Module, relative: str) -> Decision | None:
@@ -147,8 +146,8 @@ def codegen(parameter: ParameterInfo, module: nn.Module, relative: str) -> Decis
     local = parameter.shape[0] // (3 * shards)
     head = head_size(module) if parameter.per_head else None
     parts = (("q", local), ("v", local), ("k", local))
-    matrix_views = grouped_rows(parameter.shape, shards, parts, head_dim=head)
-    return matrix(matrix_views, _fused("q, v, k shard by shard", parameter.per_head), "attention")
+    views = grouped_rows(parameter.shape, shards, parts, head_dim=head)
+    return matrix(views, _fused("q, v, k shard by shard", parameter.per_head), "attention")
 
 
 def gated_query(parameter: ParameterInfo, module: nn.Module, relative: str) -> Decision | None:
@@ -160,8 +159,8 @@ def gated_query(parameter: ParameterInfo, module: nn.Module, relative: str) -> D
         return None
     parts = (("q", head), ("gate", head))
     width = {"q": head} if parameter.per_head else None  # the gate is an elementwise factor: it has no heads of its own
-    matrix_views = grouped_rows(parameter.shape, parameter.shape[0] // (2 * head), parts, head_dim=width)
-    return matrix(matrix_views, _fused("q and output gate head by head", parameter.per_head), "attention")
+    views = grouped_rows(parameter.shape, parameter.shape[0] // (2 * head), parts, head_dim=width)
+    return matrix(views, _fused("q and output gate head by head", parameter.per_head), "attention")
 
 
 # --- linear attention and state space models --------------------------------------------------------------------------
@@ -177,8 +176,8 @@ def qwen3_next_delta(parameter: ParameterInfo, module: nn.Module, relative: str)
         return None
     ratio = value_heads // key_heads
     if relative == "in_proj_ba.weight":
-        matrix_views = grouped_rows(parameter.shape, key_heads, (("b", ratio), ("a", ratio)))
-        return matrix(matrix_views, "fused b, a key head by key head, split", "attention")
+        views = grouped_rows(parameter.shape, key_heads, (("b", ratio), ("a", ratio)))
+        return matrix(views, "fused b, a key head by key head, split", "attention")
     parts = (("q", key), ("k", key), ("v", ratio * value), ("z", ratio * value))
     width = {"q": key, "k": key} if parameter.per_head else None
     if parameter.per_head and value and key and (2 * key) % value == 0 and (ratio * value) % value == 0:
@@ -212,8 +211,8 @@ def latent_attention(parameter: ParameterInfo, module: nn.Module, relative: str)
         return None
     out = parameter.shape[0]
     if relative == "kv_a_proj_with_mqa.weight" and out == rank + rope:
-        matrix_views = rows(parameter.shape, (("kv_latent", rank), ("k_rope", rope)))
-        return matrix(matrix_views, "fused latent and rotary key, split", "attention")
+        views = rows(parameter.shape, (("kv_latent", rank), ("k_rope", rope)))
+        return matrix(views, "fused latent and rotary key, split", "attention")
     if relative == "kv_b_proj.weight":
         if out != count * (nope + value):
             return None
@@ -225,11 +224,9 @@ def latent_attention(parameter: ParameterInfo, module: nn.Module, relative: str)
             )
         view = (count, nope + value, parameter.shape[1])
         cuts = (("k", 0, nope), ("v", nope, nope + value))
-        matrix_views = tuple(
-            MatrixView(n, view, (1,), (2,), (0,), dim=1, start=start, stop=stop) for n, start, stop in cuts
-        )
-        return matrix(matrix_views, _fused("k, v head by head", True), "attention")
+        views = tuple(MatrixView(n, view, (1,), (2,), (0,), dim=1, start=start, stop=stop) for n, start, stop in cuts)
+        return matrix(views, _fused("k, v head by head", True), "attention")
     if relative in ("q_proj.weight", "q_b_proj.weight") and parameter.per_head and out == count * (nope + rope):
-        matrix_views = rows(parameter.shape, (("q", out),), head_dim=nope + rope)
-        return matrix(matrix_views, "one matrix per head", "attention")
+        views = rows(parameter.shape, (("q", out),), head_dim=nope + rope)
+        return matrix(views, "one matrix per head", "attention")
     return None

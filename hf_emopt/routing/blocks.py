@@ -1,4 +1,4 @@
-"""Rules for what is not attention: parts of equal size, state space models, gated MLPs, experts, modules of torch."""
+"""Rules for modules other than attention: parts of equal size, state space models, gated MLPs, experts, modules of torch."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ def zamba_in_proj(parameter: ParameterInfo, module: nn.Module, relative: str) ->
     """Zamba's ``in_proj``: rows of x and of the gate take turns."""
     if relative != "in_proj.weight" or parameter.shape[0] % 2:
         return None
-    matrix_views = grouped_rows(parameter.shape, parameter.shape[0] // 2, (("x", 1), ("z", 1)))
-    return matrix(matrix_views, "fused x, z row by row, split")
+    views = grouped_rows(parameter.shape, parameter.shape[0] // 2, (("x", 1), ("z", 1)))
+    return matrix(views, "fused x, z row by row, split")
 
 
 # --- gated MLPs and experts -------------------------------------------------------------------------------------------
@@ -98,14 +98,17 @@ def flagged_experts(parameter: ParameterInfo, module: nn.Module, relative: str) 
     """Experts that carry their layout: transformers sets ``is_transposed``, ``is_concatenated``, ``has_gate``."""
     if len(parameter.shape) != 3 or "." in relative:
         return None
-    transposed = bool(module.is_transposed)
     fused = relative == "gate_up_proj" and bool(module.has_gate)
+    return _experts(parameter, fused, bool(module.is_transposed), not module.is_concatenated)
+
+
+def _experts(parameter: ParameterInfo, fused: bool, transposed: bool, interleaved: bool = False) -> Decision:
+    """A stack of experts, with gate and up fused along the outputs or not."""
     names = ("gate", "up") if fused else ()
-    interleaved = not module.is_concatenated
-    matrix_views = expert_stack(parameter.shape, names, transposed=transposed, interleaved=interleaved)
+    views = expert_stack(parameter.shape, names, transposed=transposed, interleaved=interleaved)
     layout = ("interleaved " if interleaved else "") + "gate, up, split; " if fused else ""
     reason = f"expert stack, {layout}batch of experts" + ("; stored (in, out)" if transposed else "")
-    return matrix(matrix_views, reason, "expert")
+    return matrix(views, reason, "expert")
 
 
 def plain_experts(*, transposed: bool) -> ArchitectureRule:
@@ -114,10 +117,7 @@ def plain_experts(*, transposed: bool) -> ArchitectureRule:
     def rule(parameter: ParameterInfo, module: nn.Module, relative: str) -> Decision | None:
         if relative not in ("gate_up_proj", "down_proj") or len(parameter.shape) != 3:
             return None
-        names = ("gate", "up") if relative == "gate_up_proj" else ()
-        reason = f"expert stack, {'gate, up, split; ' if names else ''}batch of experts"
-        matrix_views = expert_stack(parameter.shape, names, transposed=transposed)
-        return matrix(matrix_views, reason + ("; stored (in, out)" if transposed else ""), "expert")
+        return _experts(parameter, relative == "gate_up_proj", transposed)
 
     return rule
 
@@ -139,16 +139,16 @@ def dbrx_experts(parameter: ParameterInfo, module: nn.Module, relative: str) -> 
     if relative not in ("w1", "v1", "w2") or not count or parameter.shape[0] % count:
         return None
     view = (count, parameter.shape[0] // count, parameter.shape[1])
-    matrix_views = expert_stack(view, transposed=relative == "w2")
-    return matrix(matrix_views, "expert stack in two dimensions, batch of experts", "expert")
+    views = expert_stack(view, transposed=relative == "w2")
+    return matrix(views, "expert stack in two dimensions, batch of experts", "expert")
 
 
 def jetmoe_input(parameter: ParameterInfo, module: nn.Module, relative: str) -> Decision | None:
     """JetMoE: ``input_linear`` is a stack ``(E, 2 I, H)`` of [gate; up]."""
     if relative != "input_linear.weight" or len(parameter.shape) != 3:
         return None
-    matrix_views = expert_stack(parameter.shape, ("gate", "up"))
-    return matrix(matrix_views, "expert stack, gate, up, split; batch of experts", "expert")
+    views = expert_stack(parameter.shape, ("gate", "up"))
+    return matrix(views, "expert stack, gate, up, split; batch of experts", "expert")
 
 
 def xlnet(parameter: ParameterInfo, module: nn.Module, relative: str) -> Decision | None:
@@ -156,15 +156,13 @@ def xlnet(parameter: ParameterInfo, module: nn.Module, relative: str) -> Decisio
     if relative not in ("q", "k", "v", "o", "r") or len(parameter.shape) != 3:
         return None
     if relative == "o":
-        return matrix(
-            (MatrixView("o", parameter.shape, rows=(0,), cols=(1, 2)),), "projection of all heads", "attention"
-        )
-    if parameter.per_head:
-        matrix_view = MatrixView(relative, parameter.shape, rows=(2,), cols=(0,), batch=(1,))
-        return matrix((matrix_view,), "one matrix per head; stored (in, out)", "attention")
-    return matrix(
-        (MatrixView(relative, parameter.shape, rows=(1, 2), cols=(0,)),), "projection; stored (in, out)", "attention"
-    )
+        view, reason = MatrixView("o", parameter.shape, rows=(0,), cols=(1, 2)), "projection of all heads"
+    elif parameter.per_head:
+        view = MatrixView(relative, parameter.shape, rows=(2,), cols=(0,), batch=(1,))
+        reason = "one matrix per head; stored (in, out)"
+    else:
+        view, reason = MatrixView(relative, parameter.shape, (1, 2), (0,)), "projection; stored (in, out)"
+    return matrix((view,), reason, "attention")
 
 
 # --- modules of torch itself ------------------------------------------------------------------------------------------
@@ -175,18 +173,16 @@ def multihead_attention(parameter: ParameterInfo, module: nn.Module, relative: s
     head = setting(module, "head_dim") if parameter.per_head else None
     if relative == "in_proj_weight":
         size = parameter.shape[0] // 3
-        matrix_views = rows(parameter.shape, (("q", size), ("k", size), ("v", size)), head_dim=head)
-        return matrix(
-            matrix_views, "fused q, k, v, one matrix per head" if head else "fused q, k, v, split", "attention"
-        )
+        views = rows(parameter.shape, (("q", size), ("k", size), ("v", size)), head_dim=head)
+        return matrix(views, "fused q, k, v, one matrix per head" if head else "fused q, k, v, split", "attention")
     if relative in ("q_proj_weight", "k_proj_weight", "v_proj_weight"):
-        matrix_views = rows(parameter.shape, ((relative[0], parameter.shape[0]),), head_dim=head)
-        return matrix(matrix_views, "one matrix per head" if head else "projection", "attention")
+        views = rows(parameter.shape, ((relative[0], parameter.shape[0]),), head_dim=head)
+        return matrix(views, "one matrix per head" if head else "projection", "attention")
     return None
 
 
 def recurrent(parameter: ParameterInfo, module: nn.Module, relative: str) -> Decision | None:
-    """``nn.LSTM``, ``nn.GRU``, ``nn.RNN`` and their cells: the gates lie one after the other along the outputs."""
+    """``nn.LSTM``, ``nn.GRU``, ``nn.RNN`` and their cells: the gates are stored one after the other along the outputs."""
     if not relative.startswith(("weight_ih", "weight_hh")) or len(parameter.shape) != 2:
         return None
     hidden = setting(module, "hidden_size") or parameter.shape[0]

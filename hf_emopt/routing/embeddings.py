@@ -48,7 +48,7 @@ def _asked(model: nn.Module, method: str) -> Iterator[nn.Module]:
 
 
 def _leaves(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules that hold the weight of an answer: itself, what an adapter wraps or copies, the members of a list."""
+    """The modules that hold the weight of an answer: itself, modules that an adapter wraps or copies, members of a list."""
     yield module
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         children: Iterable[nn.Module] = module.children()

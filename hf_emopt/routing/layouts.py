@@ -41,39 +41,33 @@ def rows(
     Args:
         shape: ``(out, in)``, or ``(in, out)`` when ``transposed``.
         parts: name and number of outputs of every matrix, in storage order.
-        transposed: the outputs lie along dimension 1, as in GPT-2's ``Conv1D``.
+        transposed: the outputs are dimension 1, as in GPT-2's ``Conv1D``.
         head_dim: outputs per head; gives a matrix view ``(heads, head_dim, in)`` for the parts that it names.
 
     Raises:
         ValueError: the parts do not add up to the outputs, or ``head_dim`` does not divide a part.
     """
     out, inp = (shape[1], shape[0]) if transposed else (shape[0], shape[1])
-    matrix_views = []
+    views = []
     for name, start, stop in _bounds(parts, out):
         width = _head_dim(head_dim, name)
         if width is None:
-            view = (inp, out) if transposed else (out, inp)
-            dim = 1 if transposed else 0
-            matrix_views.append(MatrixView(name, view, rows=(dim,), cols=(1 - dim,), dim=dim, start=start, stop=stop))
+            dim = int(transposed)
+            views.append(MatrixView(name, tuple(shape), rows=(dim,), cols=(1 - dim,), dim=dim, start=start, stop=stop))
             continue
         if start % width or stop % width or out % width:
             raise ValueError(f"part {name!r} at rows {start}:{stop} of {out} does not consist of heads of {width} rows")
         cut = {"start": start // width, "stop": stop // width}
         if transposed:
-            matrix_views.append(
-                MatrixView(name, (inp, out // width, width), rows=(2,), cols=(0,), batch=(1,), dim=1, **cut)
-            )
+            views.append(MatrixView(name, (inp, out // width, width), rows=(2,), cols=(0,), batch=(1,), dim=1, **cut))
         else:
-            matrix_views.append(
-                MatrixView(name, (out // width, width, inp), rows=(1,), cols=(2,), batch=(0,), dim=0, **cut)
-            )
-    return tuple(matrix_views)
+            views.append(MatrixView(name, (out // width, width, inp), rows=(1,), cols=(2,), batch=(0,), dim=0, **cut))
+    return tuple(views)
 
 
-def heads(shape: Sequence[int], head_dim: int, *, name: str = "", transposed: bool = False) -> tuple[MatrixView, ...]:
+def heads(shape: Sequence[int], head_dim: int) -> tuple[MatrixView, ...]:
     """One projection ``(heads * head_dim, in)`` as a batch of heads ``(heads, head_dim, in)``."""
-    out = shape[1] if transposed else shape[0]
-    return rows(shape, ((name, out),), transposed=transposed, head_dim=head_dim)
+    return rows(shape, (("", shape[0]),), head_dim=head_dim)
 
 
 def grouped_rows(
@@ -97,13 +91,11 @@ def grouped_rows(
     if out % groups:
         raise ValueError(f"{out} rows do not consist of {groups} equal groups")
     block = out // groups
-    matrix_views = []
+    views = []
     for name, start, stop in _bounds(parts, block):
         width = _head_dim(head_dim, name)
         if width is None:
-            matrix_views.append(
-                MatrixView(name, (groups, block, inp), rows=(0, 1), cols=(2,), dim=1, start=start, stop=stop)
-            )
+            views.append(MatrixView(name, (groups, block, inp), rows=(0, 1), cols=(2,), dim=1, start=start, stop=stop))
             continue
         if start % width or stop % width or block % width:
             raise ValueError(
@@ -111,8 +103,8 @@ def grouped_rows(
             )
         view = (groups, block // width, width, inp)
         cut = {"start": start // width, "stop": stop // width}
-        matrix_views.append(MatrixView(name, view, rows=(2,), cols=(3,), batch=(0, 1), dim=1, **cut))
-    return tuple(matrix_views)
+        views.append(MatrixView(name, view, rows=(2,), cols=(3,), batch=(0, 1), dim=1, **cut))
+    return tuple(views)
 
 
 def expert_stack(
@@ -133,16 +125,16 @@ def expert_stack(
     out, count = dims[out_dim], len(names)
     if out % count:
         raise ValueError(f"{out} outputs per expert cannot hold {count} fused matrices {tuple(names)}")
-    matrix_views = []
+    views = []
     for i, name in enumerate(names):
         cut = (i, out, count) if interleaved else (i * (out // count), (i + 1) * (out // count), 1)
         start, stop, step = cut
-        matrix_views.append(
+        views.append(
             MatrixView(
                 name, dims, rows=(out_dim,), cols=(in_dim,), batch=(0,), dim=out_dim, start=start, stop=stop, step=step
             )
         )
-    return tuple(matrix_views)
+    return tuple(views)
 
 
 def conv(shape: Sequence[int], groups: int) -> tuple[MatrixView, ...]:

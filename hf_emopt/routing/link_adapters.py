@@ -1,7 +1,7 @@
 """Which two parameters are the factors of one LoRA adapter, and how they are one matrix together.
 
 LoRA (E. Hu et al., arXiv:2106.09685) adds ``scaling B A`` to a frozen weight. Each factor may be a matrix of its own
-(``lora="separate"``), or both are stepped together as what they are a factorization of (``lora="joint"``).
+(``lora="separate"``), or the optimizer steps their product as one matrix (``lora="joint"``).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def adapter_side(info: ParameterInfo) -> tuple[str, nn.Module | None] | None:
 
 
 def link_adapters(routes: Sequence[ParameterRoute], infos: dict[str, ParameterInfo], lora: str) -> list[ParameterRoute]:
-    """The routes, with what each LoRA factor is in its adapter.
+    """The routes, each LoRA factor with an :class:`Adapter`.
 
     Args:
         routes: of all parameters that are trained.
@@ -64,7 +64,7 @@ def link_adapters(routes: Sequence[ParameterRoute], infos: dict[str, ParameterIn
             outputs=factors["B"].shape[1] if factors else 0,
             inputs=factors["A"].shape[1] if factors else 0,
             rank=factors["B"].shape[2] if factors else min(route.shape[:2]),
-            starts=side in ("lora_B", "lora_embedding_A"),
+            zero_init=side in ("lora_B", "lora_embedding_A"),
         )
         if lora == "joint" and route.role != "override":
             _check_pair(route, partner, factors, layer)

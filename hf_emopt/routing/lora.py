@@ -1,13 +1,12 @@
-"""What a parameter is in its LoRA adapter, as a value."""
+"""The role of a parameter in its LoRA adapter, as a value."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, Literal
 
 __all__ = ["LORA_MODES", "Adapter", "LoraMode", "pack_adapter", "unpack_adapter"]
-
 
 LoraMode = Literal["separate", "joint"]
 LORA_MODES: tuple[str, ...] = ("separate", "joint")
@@ -15,15 +14,15 @@ LORA_MODES: tuple[str, ...] = ("separate", "joint")
 
 @dataclass(frozen=True)
 class Adapter:
-    """What a parameter is in its LoRA adapter.
+    """The role of a parameter in its LoRA adapter.
 
     Attributes:
         side: ``"A"`` (rank x inputs) or ``"B"`` (outputs x rank).
         partner: name of the other factor; empty where it is not trained or not a LoRA factor.
-        scaling: what the model multiplies ``B A`` by.
+        scaling: factor of ``B A`` in the model.
         outputs, inputs: shape of the product; 0 where the partner is unknown.
         rank: columns of B that belong to one product.
-        starts: whether the factor is one of those that start at zero: B, or an embedding's A.
+        zero_init: whether the factor starts at zero: B, or an embedding's A.
         joint: whether it is stepped together with its partner.
     """
 
@@ -33,18 +32,13 @@ class Adapter:
     outputs: int
     inputs: int
     rank: int
-    starts: bool
+    zero_init: bool
     joint: bool = False
 
 
 def pack_adapter(adapter: Adapter | None) -> tuple[Any, ...]:
     """Plain values, the form kept in ``param_groups``; empty for ``None``."""
-    if adapter is None:
-        return ()
-    return (
-        adapter.side, adapter.partner, adapter.scaling, adapter.outputs, adapter.inputs, adapter.rank, adapter.starts,
-        adapter.joint,
-    )  # fmt: skip
+    return () if adapter is None else astuple(adapter)
 
 
 def unpack_adapter(packed: Sequence[Any]) -> Adapter | None:

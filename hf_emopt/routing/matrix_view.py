@@ -26,7 +26,7 @@ class MatrixView:
     ``batch + rows + cols``.
 
     Attributes:
-        name: what the matrix is (``"q"``, ``"gate"`` ...); empty for a parameter that is one matrix view.
+        name: role of the matrix (``"q"``, ``"gate"`` ...); empty for a parameter that is one matrix view.
         view: shape that the whole parameter is reshaped to; ``prod(view) == parameter.numel()``.
         rows: view dimensions that make up the outputs.
         cols: view dimensions that make up the inputs.
@@ -60,14 +60,14 @@ class MatrixView:
             raise ValueError(f"matrix view {self.name!r}: cut {cut} is outside dimension {self.dim} of {self.view}")
 
     @classmethod
-    def whole(cls, shape: tuple[int, ...] | torch.Size, *, transposed: bool = False, name: str = "") -> MatrixView:
+    def whole(cls, shape: tuple[int, ...] | torch.Size, *, transposed: bool = False) -> MatrixView:
         """A plain matrix ``(out, in)``, or ``(in, out)`` when ``transposed``; leading dimensions are a batch."""
         dims = tuple(shape)
         if len(dims) < 2:
             raise ValueError(f"a matrix needs two dimensions, got shape {dims}")
         last, before = len(dims) - 1, len(dims) - 2
         rows, cols = ((last,), (before,)) if transposed else ((before,), (last,))
-        return cls(name, dims, rows=rows, cols=cols, batch=tuple(range(before)))
+        return cls("", dims, rows=rows, cols=cols, batch=tuple(range(before)))
 
     @property
     def cut_view(self) -> tuple[int, ...]:

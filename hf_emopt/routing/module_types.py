@@ -10,6 +10,7 @@ from torch import nn
 from hf_emopt.routing.architectures import family_rule
 from hf_emopt.routing.embeddings import is_embedding, is_linear
 from hf_emopt.routing.layouts import conv, expert_stack, heads, transposed_conv
+from hf_emopt.routing.link_adapters import adapter_side
 from hf_emopt.routing.matrix_view import MatrixView
 from hf_emopt.routing.parameter import Decision, ParameterInfo, aux, class_names, head_size, matrix
 
@@ -24,24 +25,8 @@ _ROUTER_NAMES = frozenset({"gate", "router", "wg", "router_proj", "gating"})
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "n_experts")
 
 _QUERY = frozenset({"q_proj", "q", "query", "q_lin", "query_proj", "to_q", "wq"})
-_KEY_VALUE = frozenset(
-    {
-        "k_proj",
-        "k",
-        "key",
-        "k_lin",
-        "key_proj",
-        "to_k",
-        "wk",
-        "v_proj",
-        "v",
-        "value",
-        "v_lin",
-        "value_proj",
-        "to_v",
-        "wv",
-    }
-)
+_KEY = frozenset({"k_proj", "k", "key", "k_lin", "key_proj", "to_k", "wk"})
+_VALUE = frozenset({"v_proj", "v", "value", "v_lin", "value_proj", "to_v", "wv"})
 _ATTENTION_OUTPUT = frozenset({"o_proj", "out_proj", "o", "wo", "Wo", "c_proj", "dense", "out_lin", "to_out"})
 _FUSED_NAMES = re.compile(r"(?i)^(w_?qkv|qkv|qkv_proj|c_attn|query_key_value|in_proj_qkv|w_pack|att_proj|to_qkv)$")
 
@@ -62,13 +47,14 @@ def decide(info: ParameterInfo, special: dict[int, tuple[str, str]]) -> Decision
     if decision is None and id(info.parameter) in special:
         role, reason = special[id(info.parameter)]
         return aux(reason, role)
-    if len(info.shape) > 1:  # a flattened parameter has lost what a family could say of it
+    if len(info.shape) > 1:  # no family knows a flattened parameter
         decision = decision or family_rule(info)
-    decision = decision or _no_matrix(info) or _by_owner(info)
+    for rule in (_no_matrix, _router, _convolution, _conv1d, _linear, _experts, _embedding_table):
+        decision = decision or rule(info)
     if decision is None and isinstance(info.owner, nn.utils.parametrize.ParametrizationList):
         decision = aux("factor of a reparametrized weight (weight norm and the like)", "bare")
     if decision is None:
-        owner = class_names(info.owner)[0] if class_names(info.owner) else type(info.owner).__name__
+        owner = next(iter(class_names(info.owner)), type(info.owner).__name__)
         decision = aux(f"bare parameter of {owner}: its use is unknown (matrix_modules forces it)", "bare")
     _check_cover(info, decision)
     return decision
@@ -77,20 +63,13 @@ def decide(info: ParameterInfo, special: dict[int, tuple[str, str]]) -> Decision
 def _check_cover(info: ParameterInfo, decision: Decision) -> None:
     if decision.kind != "matrix":
         return
-    covered = sum(matrix_view.numel for matrix_view in decision.matrix_views)
-    if covered != info.numel or any(_numel(matrix_view.view) != info.numel for matrix_view in decision.matrix_views):
-        shapes = [matrix_view.shape for matrix_view in decision.matrix_views]
+    covered = sum(view.numel for view in decision.matrix_views)
+    if covered != info.numel or any(math.prod(view.view) != info.numel for view in decision.matrix_views):
+        shapes = [view.shape for view in decision.matrix_views]
         raise ValueError(
             f"{info.name}: matrix views {shapes} cover {covered} elements of shape {info.shape} ({info.numel}); the "
             f"rule that says {decision.reason!r} does not fit this module, register_architecture one that does"
         )
-
-
-def _numel(view: tuple[int, ...]) -> int:
-    numel = 1
-    for size in view:
-        numel *= size
-    return numel
 
 
 def _no_matrix(info: ParameterInfo) -> Decision | None:
@@ -109,36 +88,27 @@ def _no_matrix(info: ParameterInfo) -> Decision | None:
     return None
 
 
-def _by_owner(info: ParameterInfo) -> Decision | None:
-    """The chain of type rules; the first answer counts."""
-    for rule in (_router, _convolution, _conv1d, _linear, _experts, _embedding_table):
-        decision = rule(info)
-        if decision is not None:
-            return decision
-    return None
-
-
 def _adapter(info: ParameterInfo) -> Decision | None:
     """LoRA and its kin: ``lora_A`` and ``lora_B`` are matrices; a batch of experts where they adapt a stack."""
     if len(info.shape) == 2 and any(name.startswith("lora_embedding_") for name in info.path):
         return aux("LoRA adapter of an embedding", "embedding")
-    side = next((name for name in ("lora_A", "lora_B") if name in info.path), None)
-    if side is None or len(info.shape) < 2 or info.leaf == "bias":
+    found = adapter_side(info)
+    if found is None:
         return None
     if isinstance(info.owner, _CONVOLUTIONS):
         groups = info.owner.groups
         return matrix(conv(info.shape, groups), "LoRA adapter of a convolution (out, in * kernel)", "adapter")
     if len(info.shape) != 2:
         return None
-    layer = next((module for _, module in info.chain if side in module._modules or hasattr(module, side)), None)
+    side, layer = found
     experts = getattr(layer, "num_experts", 1) if hasattr(layer, "parameter_name") else 1
     if isinstance(experts, int) and experts > 1:
         out, inp = info.shape
         if side == "lora_A":  # rows: expert, rank
-            matrix_view = MatrixView("", (experts, out // experts, inp), rows=(1,), cols=(2,), batch=(0,))
+            view = MatrixView("", (experts, out // experts, inp), rows=(1,), cols=(2,), batch=(0,))
         else:  # columns: rank, expert
-            matrix_view = MatrixView("", (out, inp // experts, experts), rows=(0,), cols=(1,), batch=(2,))
-        return matrix((matrix_view,), "LoRA adapter of an expert stack, batch of experts", "adapter")
+            view = MatrixView("", (out, inp // experts, experts), rows=(0,), cols=(1,), batch=(2,))
+        return matrix((view,), "LoRA adapter of an expert stack, batch of experts", "adapter")
     return matrix((MatrixView.whole(info.shape),), "LoRA adapter", "adapter")
 
 
@@ -206,7 +176,7 @@ def _linear(info: ParameterInfo) -> Decision | None:
     if not info.per_head or info.parent is None:
         return matrix(whole, "linear map")
     attention = any(re.search(r"Attention|Attn", name) for name in class_names(info.parent))
-    if info.component in _QUERY | _KEY_VALUE:
+    if info.component in _QUERY | _KEY | _VALUE:
         size = head_size(info.parent)
         if size is None or info.shape[0] % size:
             return matrix(whole, "linear map; per_head: head size unknown, kept whole")
@@ -229,8 +199,8 @@ def _experts(info: ParameterInfo) -> Decision | None:
     transposed = info.shape[1 if into else 2] == width and info.shape[2 if into else 1] != width
     note = "; its name says fused, its layout is unknown: kept whole" if "gate_up" in info.leaf else ""
     stored = "(in, out)" if transposed else "(out, in)"
-    matrix_views = expert_stack(info.shape, transposed=transposed)
-    return matrix(matrix_views, f"expert stack, batch of experts; taken as {stored}{note}", "expert")
+    views = expert_stack(info.shape, transposed=transposed)
+    return matrix(views, f"expert stack, batch of experts; taken as {stored}{note}", "expert")
 
 
 def _embedding_table(info: ParameterInfo) -> Decision | None:

@@ -1,12 +1,15 @@
-"""``matrix_modules`` and ``aux_modules``: regular expressions over whole components of dotted names."""
+"""``matrix_modules`` and ``aux_modules``: what the user says of parameters, by regular expressions for dotted names."""
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-__all__ = ["Patterns"]
+from hf_emopt.routing.matrix_view import MatrixView
+from hf_emopt.routing.parameter import Decision, aux, matrix
+
+__all__ = ["Overrides", "Patterns"]
 
 
 def _compile(pattern: str, option: str) -> re.Pattern[str]:
@@ -72,3 +75,62 @@ class Patterns:
                 f"{self.option}: {text!r} matches no parameter. Patterns match whole dotted components; "
                 f"close names: {near}"
             )
+
+
+class Overrides:
+    """The patterns of ``matrix_modules`` and ``aux_modules``, and what they met while parameters were routed.
+
+    Args:
+        matrix_modules, aux_modules: see :func:`hf_emopt.routing.route_parameters`.
+
+    Raises:
+        ValueError: a pattern is empty or not a regular expression.
+    """
+
+    def __init__(self, matrix_modules: str | Sequence[str] | None, aux_modules: str | Sequence[str] | None) -> None:
+        self._matrix, self._aux = Patterns(matrix_modules, "matrix_modules"), Patterns(aux_modules, "aux_modules")
+        self._vectors: dict[str, str] = {}
+        self._used: set[str] = set()
+
+    def check_matched(self, trainable: Sequence[str], frozen: Sequence[str] = ()) -> None:
+        """Raises ``ValueError`` for a pattern that matches no trainable parameter."""
+        for patterns in (self._matrix, self._aux):
+            patterns.check_matched(trainable, frozen)
+
+    def decide(
+        self, names: Sequence[str], label: str, shape: tuple[int, ...], views: Callable[[], tuple[MatrixView, ...]]
+    ) -> Decision | None:
+        """The decision of the user for one parameter, ``None`` where no pattern names it.
+
+        Args:
+            names: the names that patterns are compared with.
+            label: the name for messages.
+            shape: global shape; ``matrix_modules`` does not apply to a vector.
+            views: returns the matrices of the parameter.
+
+        Raises:
+            ValueError: both options name the parameter.
+        """
+        wanted, refused = self._matrix.find(names), self._aux.find(names)
+        if wanted is not None and sum(size > 1 for size in shape) < 2:
+            self._vectors.setdefault(wanted, label)
+            wanted = None
+        if wanted is not None and refused is not None:
+            raise ValueError(
+                f"{label} is claimed by matrix_modules {wanted!r} and by aux_modules {refused!r}; keep one of them"
+            )
+        if refused is not None:
+            return aux(f"aux_modules {refused!r}", "override")
+        if wanted is None:
+            return None
+        self._used.add(wanted)
+        return matrix(views(), f"matrix_modules {wanted!r}", "override")
+
+    def check_used(self) -> None:
+        """Raises ``ValueError`` for a pattern of ``matrix_modules`` that met nothing but vectors."""
+        for pattern, name in self._vectors.items():
+            if pattern not in self._used:
+                raise ValueError(
+                    f"matrix_modules {pattern!r}: {name} is a vector, which cannot be a matrix; name a parameter with two "
+                    "dimensions larger than 1, or drop the pattern"
+                )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import astuple
 from typing import Any
 
 from hf_emopt.routing.lora import Adapter, unpack_adapter
@@ -19,19 +20,17 @@ STRUCTURAL_KEYS = (
 
 def pack_matrix_views(matrix_views: Sequence[MatrixView]) -> list[tuple[Any, ...]]:
     """Matrix views as plain tuples, the form kept in ``param_groups``."""
-    return [(u.name, u.view, u.rows, u.cols, u.batch, u.dim, u.start, u.stop, u.step) for u in matrix_views]
+    return [astuple(matrix_view) for matrix_view in matrix_views]
 
 
 def unpack_matrix_views(packed: Sequence[Sequence[Any]]) -> tuple[MatrixView, ...]:
     """The inverse of :func:`pack_matrix_views`."""
-    matrix_views = []
-    for name, view, rows, cols, batch, dim, start, stop, step in packed:
-        matrix_views.append(
-            MatrixView(name, tuple(view), tuple(rows), tuple(cols), tuple(batch), dim, start, stop, step)
-        )
-    return tuple(matrix_views)
+    return tuple(
+        MatrixView(name, tuple(view), tuple(rows), tuple(cols), tuple(batch), *cut)
+        for name, view, rows, cols, batch, *cut in packed
+    )
 
 
 def adapter_at(group: dict[str, Any], position: int) -> Adapter | None:
-    """What the parameter at a position of a group is in its LoRA adapter."""
+    """The adapter role of the parameter at a position of a group; ``None`` outside adapters."""
     return unpack_adapter(group["adapters"][position]) if "adapters" in group else None

@@ -1,4 +1,4 @@
-"""What a routing rule may know of a parameter, and what it answers."""
+"""The facts that a routing rule decides on, and its decision."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ __all__ = [
     "setting",
 ]
 
-# Components that a wrapper adds to a name. They say where a module lies, not what it is.
+# Components that a wrapper adds to a name.
 _WRAPPER_COMPONENTS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-# PEFT keeps the module that it adapts or copies under these; what it *is* shows one level up.
+# PEFT keeps the module that it adapts or copies under these; the module one level up tells its use.
 _ADAPTED_COMPONENTS = frozenset({"base_layer", "original_module"})
 
 
@@ -63,13 +63,13 @@ class ParameterInfo:
 
     Attributes:
         name: name in ``model.named_parameters(remove_duplicate=False)``.
-        canonical: ``name`` without what wrappers add (``module.``, ``_orig_mod.``, ``base_model.model.`` ...).
+        canonical: ``name`` without the components of wrappers (``module.``, ``_orig_mod.``, ``base_model.model.`` ...).
         leaf: name inside the module that owns it (``"weight"``).
         shape: global shape, before any sharding.
         parameter: the tensor; only its identity and dtype are used, so it may be on ``meta``.
         owner: module that owns it.
         chain: modules from the owner up to the model, nearest first, each with the parameter's name relative to it;
-            these names leave out what wrappers add, so ``("c_attn.weight", GPT2Attention)`` holds under PEFT too.
+            these names leave out the components of wrappers, so ``("c_attn.weight", GPT2Attention)`` holds under PEFT too.
         per_head: the user asked for one matrix per attention head.
     """
 
@@ -193,7 +193,7 @@ def iter_parameters(model: nn.Module, *, per_head: bool = False) -> Iterator[Par
         for leaf, parameter in owner._parameters.items():
             if parameter is None:
                 continue
-            # modules[i] is the parent of names[i]; the name relative to it keeps what lies below and means something.
+            # modules[i] is the parent of names[i]; the name relative to it keeps the meaningful components below.
             chain = tuple(
                 (
                     ".".join([name for name, wrapper, adapted in names[i:] if not (wrapper or adapted)] + [leaf]),

@@ -1,11 +1,11 @@
-"""Where the query and key of every attention head lie: which rows of which weights a factor on a head's logits acts on."""
+"""The rows of weights that compute the query and key of every attention head, where a factor on its logits acts."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ _KEY = frozenset({"k_proj", "k", "key", "k_lin", "key_proj", "to_k", "wk"})
 _QUERY_NORMS = frozenset({"q_norm", "query_norm", "q_layernorm", "query_layernorm", "q_ln", "norm_q", "q_layer_norm"})
 _KEY_NORMS = frozenset({"k_norm", "key_norm", "k_layernorm", "key_layernorm", "k_ln", "norm_k", "k_layer_norm"})
 _BOTH_NORMS = frozenset({"qk_norm"})
-# Norms of other things: of values, of the output, of what the projections read.
+# Norms of values, of the output and of the projections' inputs.
 _OTHER_NORMS = frozenset(
     {
         "v_norm", "value_norm", "o_norm", "out_norm", "sub_norm", "attn_sub_norm", "inner_attn_ln", "q_a_layernorm",
@@ -42,7 +42,7 @@ class HeadRows:
     Attributes:
         name: in ``model.named_parameters()``.
         parameter: the tensor that had this name when the model was searched.
-        dim: dimension along which the heads lie; the other dimensions belong to each of them.
+        dim: dimension of the heads; each head has all of the other dimensions.
         rows: ``(heads, n)`` int64 indices along ``dim``, on the CPU; ``(1, n)`` where all heads share them.
         zero_centered: the module multiplies by ``1 + weight``.
     """
@@ -59,10 +59,10 @@ class QueryKey:
     """What a clip of one attention module's logits can act on. Parts that do not train are left out.
 
     Attributes:
-        name: the module's name without what wrappers add.
+        name: the module's name without the components of wrappers.
         module: the attention module.
         heads, kv_heads, head_dim: of the logits' query and key.
-        query: what the query head shares no key with but its group's, so that the factor is divided between the two.
+        query: rows of each query head that meet the key of their own group alone, which shares the factor with them.
         key: key heads, one for each group of ``heads // kv_heads`` query heads.
         query_alone: parts of the query whose key all heads share (the rotary part of latent attention): they take the
             whole factor.
@@ -91,8 +91,8 @@ def find_query_key(model: nn.Module, modules: str | Sequence[str] | None = None)
     """The queries and keys of a model's softmax attention, by the name of the attention module.
 
     Fused and transposed projections are taken apart as routing takes them apart. Where a norm stands behind a projection,
-    it cancels every factor on the projection's rows, and its own weight is what acts. Modules of which neither query nor key
-    trains are there with nothing to act on; modules that hold no query and key of a known name are not there.
+    it cancels every factor on the projection's rows, and the factor acts on the norm's own weight. A module whose query and
+    key do not train has an entry without rows; a module without a query and key of a known name has none.
 
     Args:
         model: wrapped or not, sharded or not.
@@ -186,7 +186,7 @@ class _Search:
             part, _, leaf = relative.rpartition(".")
             if leaf != "weight" or "." in part:
                 continue
-            for side, rows, dim in self._sides(info, part, relative):
+            for side, rows, dim in self._sides(info, part):
                 self._check_whole(info)
                 if head is None or rows.numel() % head:
                     raise ValueError(
@@ -198,14 +198,14 @@ class _Search:
             return None
         return sides["q"], sides["k"], head
 
-    def _sides(self, info: ParameterInfo, part: str, relative: str) -> list[tuple[str, Tensor, int]]:
-        """``(q or k, rows, dimension)`` of what a weight holds of the query and of the key."""
+    def _sides(self, info: ParameterInfo, part: str) -> list[tuple[str, Tensor, int]]:
+        """``(q or k, rows, dimension)`` for the query and key in a weight."""
         transposed = "Conv1D" in class_names(info.owner)
         decision = family_rule(info)
         if decision is not None and decision.kind == "matrix":
-            named = [matrix_view for matrix_view in decision.matrix_views if matrix_view.name in ("q", "k")]
+            named = [view for view in decision.matrix_views if view.name in ("q", "k")]
             if named or decision.matrix_views[0].name:
-                return [(matrix_view.name, _rows_of(matrix_view), int(transposed)) for matrix_view in named]
+                return [(view.name, _rows_of(view), int(transposed)) for view in named]
         side = "q" if part in _QUERY else "k" if part in _KEY else None
         if side is None or len(info.shape) != 2:
             if side is not None:
@@ -216,7 +216,7 @@ class _Search:
 
     def _is_fused(self, info: ParameterInfo) -> bool:
         decision = family_rule(info) if len(info.shape) == 2 else None
-        return decision is not None and any(matrix_view.name in ("q", "k") for matrix_view in decision.matrix_views)
+        return decision is not None and any(view.name in ("q", "k") for view in decision.matrix_views)
 
     def _check_whole(self, info: ParameterInfo) -> None:
         if len(info.shape) != 2 or tuple(info.parameter.shape) != info.shape:
@@ -293,18 +293,10 @@ class _Search:
         rows = torch.arange(heads * (nope + rope)).view(heads, -1)
         key_rows = torch.arange(heads * (nope + value)).view(heads, -1)[:, :nope]
         q_bias, k_bias = (next(r for r, i in self.infos.items() if i is info)[:-6] + "bias" for info in (query, key))
-        return QueryKey(
-            self.name,
-            self.module,
-            heads,
-            heads,
-            nope + rope,
-            _training(self._with_bias(query, q_bias, 0, rows[:, :nope])),
-            _training(self._with_bias(key, k_bias, 0, key_rows)),
-            _training(self._with_bias(query, q_bias, 0, rows[:, nope:])),
-            False,
-            self.adapted,
-        )
+        q = _training(self._with_bias(query, q_bias, 0, rows[:, :nope]))
+        k = _training(self._with_bias(key, k_bias, 0, key_rows))
+        rotary = _training(self._with_bias(query, q_bias, 0, rows[:, nope:]))
+        return QueryKey(self.name, self.module, heads, heads, nope + rope, q, k, rotary, False, self.adapted)
 
 
 def _training(found: Iterable[HeadRows]) -> tuple[HeadRows, ...]:
@@ -316,18 +308,7 @@ def _training(found: Iterable[HeadRows]) -> tuple[HeadRows, ...]:
 def _rows_of(matrix_view: MatrixView) -> Tensor:
     """The outputs of a matrix view in the order of its rows, as indices along the parameter's outputs."""
     view = tuple(1 if d in matrix_view.cols else size for d, size in enumerate(matrix_view.view))
-    flat = MatrixView(
-        matrix_view.name,
-        view,
-        matrix_view.rows,
-        matrix_view.cols,
-        matrix_view.batch,
-        matrix_view.dim,
-        matrix_view.start,
-        matrix_view.stop,
-        matrix_view.step,
-    )
-    return flat.extract(torch.arange(math.prod(view))).flatten()
+    return replace(matrix_view, view=view).extract(torch.arange(math.prod(view))).flatten()
 
 
 def _is_zero_centered(norm: nn.Module, shape: tuple[int, ...]) -> bool:

@@ -1,9 +1,10 @@
-"""Which parts of which parameter are matrices. Asked once, before the model is sharded."""
+"""Decides which parts of which parameter are matrices, once, before the model is sharded."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 from torch import Tensor, nn
 
@@ -13,7 +14,7 @@ from hf_emopt.routing.link_adapters import link_adapters
 from hf_emopt.routing.lora import LORA_MODES
 from hf_emopt.routing.matrix_view import MatrixView
 from hf_emopt.routing.module_types import decide
-from hf_emopt.routing.overrides import Patterns
+from hf_emopt.routing.overrides import Overrides
 from hf_emopt.routing.parameter import Decision, ParameterInfo, aux, class_names, global_shape, iter_parameters, matrix
 from hf_emopt.routing.table import ParameterRoute, RouteTable, coverage_warning
 
@@ -74,7 +75,7 @@ def route_parameters(
     """
     if lora not in LORA_MODES:
         raise ValueError(f"lora={lora!r} is not one of {', '.join(LORA_MODES)}")
-    force_matrix, force_aux = Patterns(matrix_modules, "matrix_modules"), Patterns(aux_modules, "aux_modules")
+    overrides = Overrides(matrix_modules, aux_modules)
     infos = list(iter_parameters(model, per_head=per_head))
     special = special_parameters(model, infos)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -86,15 +87,13 @@ def route_parameters(
     kept = {key: group for key, group in uses.items() if group[0].parameter.requires_grad or not trainable_only}
     canonical = [info.canonical for group in kept.values() for info in group]
     frozen = [info.canonical for key, group in uses.items() if key not in kept for info in group]
-    for patterns in (force_matrix, force_aux):
-        patterns.check_matched(canonical, frozen)
+    overrides.check_matched(canonical, frozen)
 
     routes = []
-    vectors: dict[str, str] = {}
-    used: set[str] = set()
     for key, group in kept.items():
         name = names.get(key, group[0].name)
-        decision = _override(group, special, force_matrix, force_aux, name, vectors, used)
+        wanted = [info.canonical for info in group]
+        decision = overrides.decide(wanted, name, group[0].shape, partial(_forced_views, group, special))
         if decision is None:
             decision = _agree(group, [decide(info, special) for info in group])
         owner = class_names(group[0].owner)
@@ -111,7 +110,7 @@ def route_parameters(
                 role=decision.role,
             )
         )
-    _check_vectors(vectors, used)
+    overrides.check_used()
     routes = link_adapters(routes, {names.get(key, group[0].name): group[0] for key, group in kept.items()}, lora)
     return RouteTable(routes)
 
@@ -130,51 +129,22 @@ def _agree(group: list[ParameterInfo], decisions: list[Decision]) -> Decision:
     return min(decisions, key=lambda d: d.reason)
 
 
-def _override(
-    group: list[ParameterInfo],
-    special: dict[int, tuple[str, str]],
-    force_matrix: Patterns,
-    force_aux: Patterns,
-    name: str,
-    vectors: dict[str, str],
-    used: set[str],
-) -> Decision | None:
-    """The user's word for one parameter. Notes in ``vectors`` and ``used`` which patterns met vectors and matrices."""
-    canonical = [info.canonical for info in group]
-    wanted, refused = force_matrix.find(canonical), force_aux.find(canonical)
-    if wanted is not None and sum(size > 1 for size in group[0].shape) < 2:
-        vectors.setdefault(wanted, name)
-        wanted = None
-    if wanted is not None and refused is not None:
-        raise ValueError(
-            f"{name} is claimed by matrix_modules {wanted!r} and by aux_modules {refused!r}; keep one of them"
-        )
-    if refused is not None:
-        return aux(f"aux_modules {refused!r}", "override")
-    if wanted is None:
-        return None
-    used.add(wanted)
-    natural = [decide(info, special) for info in group]
-    matrix_views = next((d.matrix_views for d in natural if d.kind == "matrix"), None) or _forced_matrix_views(group[0])
-    return matrix(matrix_views, f"matrix_modules {wanted!r}", "override")
-
-
-def _forced_matrix_views(info: ParameterInfo) -> tuple[MatrixView, ...]:
-    """Matrices of a parameter that no rule takes for one: a convolution flattened, otherwise as it is stored."""
+def _forced_views(group: list[ParameterInfo], special: dict[int, tuple[str, str]]) -> tuple[MatrixView, ...]:
+    """The matrices that the rules see; where they see none, a convolution is flattened, others are taken as stored."""
+    natural = [decide(use, special) for use in group]
+    found = next((d.matrix_views for d in natural if d.kind == "matrix"), None)
+    if found:
+        return found
+    info = group[0]
     if "Conv1D" in class_names(info.owner):
         return (MatrixView.whole(info.shape, transposed=True),)
     if isinstance(info.owner, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
         return conv(info.shape, 1)
-    return (MatrixView.whole(info.shape),)
+    return _as_stored(info.shape)
 
 
-def _check_vectors(vectors: dict[str, str], used: set[str]) -> None:
-    for pattern, name in vectors.items():
-        if pattern not in used:
-            raise ValueError(
-                f"matrix_modules {pattern!r}: {name} is a vector, which cannot be a matrix; name a parameter with two "
-                "dimensions larger than 1, or drop the pattern"
-            )
+def _as_stored(shape: tuple[int, ...]) -> tuple[MatrixView, ...]:
+    return (MatrixView.whole(shape),)
 
 
 def _names_inside_layer_norm(model: nn.Module) -> set[str]:
@@ -195,7 +165,7 @@ def _decays(info: ParameterInfo, decision: Decision, layer_norms: set[str]) -> b
 
 
 def _by_name(name: str, shape: tuple[int, ...]) -> Decision:
-    """Route of a parameter of which only the name and the shape are known."""
+    """Decision for a parameter by its name and shape alone."""
     if sum(size > 1 for size in shape) < 2:
         return aux("by name: vector or gain", "gain")
     *path, leaf = name.split(".")
@@ -211,7 +181,7 @@ def _by_name(name: str, shape: tuple[int, ...]) -> Decision:
     ):  # fmt: skip
         if any(component.fullmatch(part) for part in (*path, leaf)):
             return aux(f"by name: {role}", role)
-    return matrix((MatrixView.whole(shape),), "by name: two dimensions, taken as stored (out, in)")
+    return matrix(_as_stored(shape), "by name: two dimensions, taken as stored (out, in)")
 
 
 def route_named_parameters(
@@ -238,68 +208,34 @@ def route_named_parameters(
     for name, parameter in named:
         if pairs.setdefault(name, parameter) is not parameter:
             raise ValueError(f"two parameters are named {name!r}")
-    force_matrix, force_aux = Patterns(matrix_modules, "matrix_modules"), Patterns(aux_modules, "aux_modules")
-    for patterns in (force_matrix, force_aux):
-        patterns.check_matched(list(pairs))
+    overrides = Overrides(matrix_modules, aux_modules)
+    overrides.check_matched(list(pairs))
     aliases: dict[int, list[str]] = {}
     for name, parameter in pairs.items():
         aliases.setdefault(id(parameter), []).append(name)
-    vectors: dict[str, str] = {}
-    used: set[str] = set()
     routes = []
     for names in aliases.values():
         parameter = pairs[names[0]]
         shape = global_shape(parameter)
-        decision = _override_by_name(names, shape, force_matrix, force_aux, vectors, used)
+        decision = overrides.decide(names, names[0], shape, partial(_as_stored, shape))
         if decision is None:
             decisions = [_by_name(name, shape) for name in names]
             decision = next((d for d in decisions if d.kind == "aux"), decisions[0])
         decay = not any(_NO_DECAY.search(name.lower()) for name in names) and len(shape) > 1
         routes.append(
             ParameterRoute(
-                names[0],
-                shape,
-                decision.kind,
-                decision.matrix_views,
-                decay,
-                decision.reason,
-                "",
-                tuple(names[1:]),
+                names[0], shape, decision.kind, decision.matrix_views, decay, decision.reason, "", tuple(names[1:]),
                 decision.role,
             )
-        )
-    _check_vectors(vectors, used)
+        )  # fmt: skip
+    overrides.check_used()
     return RouteTable(routes)
-
-
-def _override_by_name(
-    names: list[str],
-    shape: tuple[int, ...],
-    force_matrix: Patterns,
-    force_aux: Patterns,
-    vectors: dict[str, str],
-    used: set[str],
-) -> Decision | None:
-    wanted, refused = force_matrix.find(names), force_aux.find(names)
-    if wanted is not None and sum(size > 1 for size in shape) < 2:
-        vectors.setdefault(wanted, names[0])
-        wanted = None
-    if wanted is not None and refused is not None:
-        raise ValueError(
-            f"{names[0]} is claimed by matrix_modules {wanted!r} and by aux_modules {refused!r}; keep one of them"
-        )
-    if refused is not None:
-        return aux(f"aux_modules {refused!r}", "override")
-    if wanted is None:
-        return None
-    used.add(wanted)
-    return matrix((MatrixView.whole(shape),), f"matrix_modules {wanted!r}", "override")
 
 
 def route_parameters_list(params: Iterable[Tensor]) -> RouteTable:
     """Routes parameters that have no names: two dimensions are a matrix ``(out, in)``, fewer are updated elementwise.
 
-    The caller says what goes in: embeddings and heads cannot be told from matrices here. Names in the table are
+    The caller selects the parameters, since embeddings and heads cannot be told from matrices here. Names in the table are
     ``param.0``, ``param.1`` ...; a parameter that occurs twice is one route.
 
     Raises:

@@ -32,7 +32,7 @@ class ParameterRoute:
         aliases: its other names, for a tied weight.
         role: ``"linear"``, ``"attention"``, ``"expert"``, ``"conv"``, ``"adapter"`` for matrices; ``"embedding"``,
             ``"head"``, ``"router"``, ``"norm"``, ``"bias"``, ``"gain"``, ``"depthwise"``, ``"bare"`` ... for others.
-        adapter: what it is in its LoRA adapter; ``None`` for what belongs to none.
+        adapter: its role in a LoRA adapter; ``None`` outside adapters.
     """
 
     name: str
@@ -51,7 +51,7 @@ class ParameterRoute:
         """Transforms in an optimizer step: a LoRA pair that is stepped as one counts with its B."""
         if self.adapter is not None and self.adapter.joint and self.adapter.side == "A":
             return 0
-        return sum(matrix_view.shape[0] for matrix_view in self.matrix_views)
+        return sum(view.shape[0] for view in self.matrix_views)
 
     @property
     def numel(self) -> int:
@@ -113,7 +113,7 @@ class RouteTable(Sequence[ParameterRoute]):
 
     @property
     def matrix_count(self) -> int:
-        """Number of matrices: what one optimizer step transforms."""
+        """Number of matrices that one optimizer step transforms."""
         return sum(route.matrix_count for route in self.matrices)
 
     def collapsed(self) -> list[dict[str, Any]]:
@@ -175,10 +175,7 @@ class RouteTable(Sequence[ParameterRoute]):
                     "reason": route.reason,
                     "module_type": route.module_type,
                     "aliases": list(route.aliases),
-                    "units": [
-                        {"name": matrix_view.name, "shape": list(matrix_view.shape)}
-                        for matrix_view in route.matrix_views
-                    ],
+                    "units": [{"name": view.name, "shape": list(view.shape)} for view in route.matrix_views],
                 }
                 for route in self._routes
             ],
@@ -194,9 +191,7 @@ class RouteTable(Sequence[ParameterRoute]):
 
 def describe_matrix_views(matrix_views: Sequence[MatrixView]) -> str:
     """``"q 1x2048x2048, k 1x512x2048"``: batch, outputs, inputs of every matrix view."""
-    return ", ".join(
-        f"{matrix_view.name} {'x'.join(map(str, matrix_view.shape))}".strip() for matrix_view in matrix_views
-    )
+    return ", ".join(f"{view.name} {'x'.join(map(str, view.shape))}".strip() for view in matrix_views)
 
 
 def _row(name: str, routes: Sequence[ParameterRoute]) -> dict[str, Any]:
@@ -229,7 +224,7 @@ def _fold(names: Sequence[str]) -> list[tuple[str, set[tuple[int, ...]]]]:
     folded = []
     for grid in _grids({_numbers(name) for name in names}):
         slots = iter(grid)
-        parts = [_slot(next(slots)) if part == "{}" else part for part in template]
+        parts = [_ranges(next(slots)) if part == "{}" else part for part in template]
         folded.append((".".join(parts), set(itertools.product(*grid))))
     return folded
 
@@ -244,10 +239,6 @@ def _grids(points: set[tuple[int, ...]]) -> list[tuple[tuple[int, ...], ...]]:
     return [(tuple(heads), *grid) for tail, heads in tails.items() for grid in _grids(set(tail))]
 
 
-def _slot(numbers: tuple[int, ...]) -> str:
-    return str(numbers[0]) if len(numbers) == 1 else "{" + _ranges(numbers) + "}"
-
-
 def _ranges(numbers: Sequence[int]) -> str:
     runs: list[list[int]] = []
     for number in numbers:
@@ -255,7 +246,8 @@ def _ranges(numbers: Sequence[int]) -> str:
             runs[-1].append(number)
         else:
             runs.append([number])
-    return ",".join(f"{run[0]}..{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)
+    text = ",".join(f"{run[0]}..{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)
+    return text if len(numbers) == 1 else "{" + text + "}"
 
 
 def coverage_warning(table: RouteTable, threshold: float = 0.5) -> str | None:

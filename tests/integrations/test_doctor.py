@@ -14,8 +14,7 @@ import yaml
 from accelerate.utils import DistributedType
 
 from hf_emopt.integrations import doctor
-from hf_emopt.integrations.deepspeed_refusals import config_problem
-from hf_emopt.integrations.refusals import refuse_accelerator
+from hf_emopt.integrations.refusals import config_problem, refuse_accelerator
 from hf_emopt.kernels.triton import runtime
 from hf_emopt.tools.cli import main
 

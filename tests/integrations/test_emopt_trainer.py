@@ -29,6 +29,7 @@ from transformers.training_args import ParallelMode
 
 import hf_emopt
 from hf_emopt.integrations import checkpoints
+from hf_emopt.integrations.patching import MARK
 from hf_emopt.integrations.registry import unwrap_optimizer
 
 
@@ -45,11 +46,11 @@ def _one_thread() -> Iterator[None]:
 
 def test_hooks_are_in_every_trainer_once() -> None:
     for name in (*checkpoints.SYNCHRONIZED, *checkpoints.CONSOLIDATED):
-        original = getattr(getattr(Trainer, name), checkpoints.MARK)
-        assert not hasattr(original, checkpoints.MARK), name
+        original = getattr(getattr(Trainer, name), MARK)
+        assert not hasattr(original, MARK), name
     hf_emopt.register()
     for name in (*checkpoints.SYNCHRONIZED, *checkpoints.CONSOLIDATED):
-        assert getattr(Trainer, name).__wrapped__ is getattr(getattr(Trainer, name), checkpoints.MARK)
+        assert getattr(Trainer, name).__wrapped__ is getattr(getattr(Trainer, name), MARK)
 
 
 @pytest.mark.parametrize("name", ["Trainer", "EmoptTrainer", "SFT"])

@@ -50,7 +50,7 @@ CASES: dict[str, tuple[dict[str, Any], Tensor]] = {
     "mask-by-head": ({"mask": random(B, H, Q, K) > 0}, random(B, H, Q, K) > 0),
     "added-mask": ({"mask": FLOAT_MASK}, FLOAT_MASK > -1),
     "packed": (
-        {"causal": True, "query_sequences": SEQUENCES, "key_sequences": SEQUENCES},
+        {"causal": True, "query_segments": SEQUENCES, "key_segments": SEQUENCES},
         CAUSAL & (SEQUENCES[:, None, :, None] == SEQUENCES[:, None, None, :]),
     ),
     "function": ({"function": lambda b, h, i, j: (i >= j) & (j != b) & (h != 6)}, torch.empty(0)),

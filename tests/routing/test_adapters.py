@@ -40,7 +40,7 @@ def test_products_are_peft_s() -> None:
         torch.testing.assert_close(found, wanted[None], rtol=1e-5, atol=1e-6)
         assert (adapter.outputs, adapter.inputs, adapter.rank) == (*wanted.shape, 2)
         assert adapter.scaling == pytest.approx(5 / 2**0.5)
-        assert adapter.starts is (name != "table")  # an embedding's A is the one that PEFT makes zero
+        assert adapter.zero_init is (name != "table")  # an embedding's A is the one that PEFT makes zero
         assert unpack_adapter(pack_adapter(adapter)) == adapter
 
 

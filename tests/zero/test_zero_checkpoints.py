@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from harness import World, Worlds
+from safetensors.torch import load_file
 from zero_runs import config, continued, continued_plainly, reference, resumed, saved, saved_again
 from zoo import assert_close
 
-from hf_emopt.checkpoint.deepspeed_files import read_deepspeed, read_deepspeed_weights
+from hf_emopt.checkpoint.deepspeed_files import convert, read_deepspeed
 from hf_emopt.checkpoint.files import CheckpointError
 from hf_emopt.tools.cli import main
 
@@ -76,7 +77,8 @@ def test_files_that_are_not_whole_are_named(two: World, tmp_path: Path, capsys: 
     two.run(saved, rule="muon", settings=config(2), folder=str(folder), steps=1)
     state = read_deepspeed(folder)
     assert {g["rule"] for g in state["param_groups"] if g["kind"] == "matrix"} == {"muon"}
-    weights = read_deepspeed_weights(folder)
+    convert(folder, tmp_path / "whole")
+    weights = load_file(tmp_path / "whole" / "model.safetensors")
     for group in state["param_groups"]:
         for name, index in zip(group["param_names"], group["params"]):
             key = "momentum_buffer" if group["kind"] == "matrix" else "exp_avg"

@@ -15,12 +15,8 @@ from zero_runs import config, imported, initialized
 
 import hf_emopt
 from hf_emopt.distributed.layout import UnsupportedLayoutError
-from hf_emopt.integrations.deepspeed_refusals import (
-    config_problem,
-    refuse_engine,
-    refuse_native_muon,
-    scheduler_problem,
-)
+from hf_emopt.integrations.deepspeed import refuse_engine, refuse_native_muon
+from hf_emopt.integrations.refusals import config_problem, scheduler_problem
 
 CPU = {"offload_optimizer": {"device": "cpu"}}
 NVME = {"offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}}

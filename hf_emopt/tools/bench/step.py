@@ -1,16 +1,16 @@
 """Milliseconds of a training step and of its optimizer on the ranks of this process group.
 
-Random tokens, float32 weights, bfloat16 compute. For every optimizer the model is built anew, the first steps are left out,
-and each figure is the median over steps of the slowest rank. Where factors are refreshed by a schedule, steps up to the first
-refresh are left out too, since those before it have less to do, and it more, and two periods, in which kernels are compiled
-and graphs recorded; then come whole periods:
+Random tokens, float32 weights, bfloat16 compute. Each optimizer gets a new model, the first steps are left out, and each
+figure is the median over steps of the slowest rank. Where factors are refreshed by a schedule, the steps up to the first
+refresh are left out too, whose work is not that of later steps, and two periods, in which kernels are compiled and graphs
+recorded; then whole periods are measured:
 
 * ``step``: forward, backward and optimizer, of steps that follow each other as in training: nobody waits for the device
-  in between, so the host runs ahead, and what an optimizer leaves to be done beside the next forward pass is counted there;
+  in between, so the host runs ahead, and work of the optimizer that overlaps the next forward pass is counted there;
 * ``optimizer``: ``step()`` alone, between two synchronizations, in other steps than those that ``step`` is of;
-* ``exposed``: ``step`` (its mean, where there is a schedule) less a step without an optimizer, so what overlap could not
-  hide;
-* ``peak_gib``: of allocated memory; ``reserved_gib``: with what the allocator and graphs hold beside it; ``state_gib``: of
+* ``exposed``: ``step`` (its mean, where there is a schedule) less a step without an optimizer, the part that overlap could
+  not hide;
+* ``peak_gib``: of allocated memory; ``reserved_gib``: with the reserve of the allocator and graphs; ``state_gib``: of
   the optimizer's state; each of the rank with most;
 * ``tokens_per_second``: of all ranks, by the same.
 
@@ -157,7 +157,7 @@ class Clock:
             torch.cuda.synchronize()
 
     def mark(self) -> torch.cuda.Event | float:
-        """The moment at which the device has done what is queued so far, which nobody waits for."""
+        """A mark of the moment at which the device has done the work queued so far; does not wait."""
         if self.device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -184,7 +184,7 @@ def attempt(
     """:func:`measure`; where it fails the row says why, since the other rows are still wanted.
 
     Args:
-        label: printed beside the name when it is done.
+        label: printed after the name when it is done.
         unlike: see :func:`measure`.
     """
     try:
@@ -202,7 +202,7 @@ def attempt(
 
 
 def clean(device: torch.device) -> None:
-    """Gives the memory of what was measured back."""
+    """Frees the memory of the last measurement."""
     gc.collect()
     cuda_graphs.clear()
     if device.type == "cuda":
@@ -227,7 +227,7 @@ def measure(name: str, maker: Maker | None, settings: Settings, device: torch.de
     """Figures of one optimizer, or with ``None`` of a step without one; see the module.
 
     Args:
-        unlike: a row's ``plan``, which is not measured again: what would differ is noise.
+        unlike: a row's ``plan``, which is not measured again: only noise would differ.
 
     Raises:
         TransformCountError: when not every matrix was transformed exactly once a step.
@@ -255,7 +255,7 @@ def add_profiles(
     """Adds ``profile`` to the rows of measured optimizers: where a step of a new one spends its time, by kernel and operator.
     Where it fails, ``profile_error`` says why.
 
-    Call it when all is measured: what comes after in this process is slower.
+    Call it after all measurements: a process that has profiled is slower ever after.
     """
     for row in rows:
         maker = maker_of(row["optimizer_name"])
@@ -264,7 +264,7 @@ def add_profiles(
         try:
             with _set(settings.environment):
                 row["profile"] = _Run(maker, settings, device).profile()
-        except Exception as error:  # what has been measured is there
+        except Exception as error:  # the measured figures stay
             row["profile_error"] = f"{type(error).__name__}: {error}"
         clean(device)
 
@@ -287,7 +287,7 @@ def summary(times: Mapping[str, list[float]], tokens: int, device: torch.device,
     Args:
         times: with a kind ``"step"``.
         tokens: of all ranks in a step.
-        scheduled: steps differ by a schedule, of which there are whole periods.
+        scheduled: steps differ by a schedule, and the times are of whole periods.
     """
     figures: Row = {"scheduled": True} if scheduled else {}
     slowest = torch.tensor(list(times.values()), device=device)
@@ -297,7 +297,7 @@ def summary(times: Mapping[str, list[float]], tokens: int, device: torch.device,
     for key, row, mean in zip(times, slowest.tolist(), means.tolist()):
         figures[key] = statistics.median(row)
         figures[f"{key}_all"] = [round(t, 3) for t in row]
-        # Ranks begin a whole step where they ended the one before: what one is late by makes two intervals longer.
+        # Ranks begin a whole step where they ended the one before: the delay of one lengthens two intervals.
         figures[f"{key}_mean"] = mean if key == "step" else statistics.fmean(row)
         figures[f"{key}_max"] = max(row)
     figures["tokens_per_second"] = tokens / counted(figures) * 1e3
@@ -353,8 +353,8 @@ class _Run:
         return {"step": whole, "optimizer": optimizer, "forward_backward": forward_backward}, loss
 
     def running(self) -> list[float]:
-        """Milliseconds from the end of each step to the end of the next. The first is not counted, but what it leaves to be
-        done beside the next is."""
+        """Milliseconds from the end of each step to the end of the next. The first is not counted, but its work that
+        overlaps the next is."""
         clock = self.clock
         clock.now(barrier=True)
         self.step()
@@ -413,12 +413,12 @@ def check_transforms(optimizer: MatrixOptimizer, steps: int, device: torch.devic
 
 
 def _plan_of(context: StepContext) -> str:
-    """Equal where matrices, and copies of the others, lie in the same buckets with the same owners."""
+    """Equal for plans with the same buckets and owners, of matrices and of copies of other parameters."""
     return f"{context.plan.digest()[:16]} {context.aux_plan.digest()[:16]}"
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Of this rank; counters that lie on the host are in it."""
+    """Bytes of optimizer state on this rank, counters on the host included."""
     parts = getattr(optimizer, "parts", (optimizer,))
     tensors = [v for part in parts for entry in part.state.values() for v in _tensors(entry)]
     return sum(local_tensor(t).nbytes for t in tensors)

@@ -35,7 +35,7 @@ class Laid:
     """A model on its ranks.
 
     Attributes:
-        model: what is called: the module itself, or DDP's wrapper.
+        model: the module to call: the model itself, or DDP's wrapper.
         raw: the module that an optimizer is built of.
         data_ranks: ranks that see different tokens; ranks of one tensor-parallel group see the same.
         autocast: whether the forward pass needs autocast for bfloat16 products.
@@ -68,13 +68,13 @@ def build_model(name: str, device: torch.device, trust_remote_code: bool = False
     """A language model with random float32 weights, the same in every process, whole on ``device`` and in training mode.
 
     Args:
-        name: a key of :data:`MODELS`, or what :func:`~hf_emopt.integrations.random_model.random_language_model` takes.
+        name: a key of :data:`MODELS`, or a source for :func:`~hf_emopt.integrations.models.random_language_model`.
 
     Raises:
         FileNotFoundError: when a path does not lead to a configuration.
         ValueError: when there is no such model, or it is no causal language model.
     """
-    from hf_emopt.integrations.random_model import random_language_model
+    from hf_emopt.integrations.models import random_language_model
 
     torch.manual_seed(0)
     if name not in MODELS:

@@ -1,4 +1,4 @@
-"""The optimizers that ``hf-emopt bench step`` times: this package's, and torch's own beside them."""
+"""The optimizers that ``hf-emopt bench step`` times: this package's and torch's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables, JSON and plots of what :mod:`hf_emopt.tools.bench.step` has measured."""
+"""Tables, JSON and plots of the figures of :mod:`hf_emopt.tools.bench.step`."""
 
 from __future__ import annotations
 
@@ -31,16 +31,14 @@ def table(rows: Sequence[Row]) -> str:
         cells.append("" if adamw is None else f"{r['tokens_per_second'] / adamw:.3f}")
         cells += [f"{r[key]:.2f}" if key in r else "" for key in ("peak_gib", "reserved_gib", "state_gib")]
         lines.append(f"{r['optimizer_name']:20}" + "".join(f"{c:>10}" for c in cells))
-    lines += [f"{r['optimizer_name']:20}not measured: {_reason(r)}" for r in rows if "step" not in r]
+    for r in (r for r in rows if "step" not in r):
+        reason = str(r.get("unavailable") or r.get("error", "")).splitlines()[0]
+        lines.append(f"{r['optimizer_name']:20}not measured: {reason}")
     return "\n".join(lines)
 
 
-def _reason(row: Row) -> str:
-    return str(row.get("unavailable") or row.get("error", "")).splitlines()[0]
-
-
 def about(settings: Settings, world_size: int) -> dict[str, Any]:
-    """Where and what was measured. The commit is that of the working directory, where that is a repository."""
+    """Facts of a measurement: settings, versions, card, and the commit of the working directory if it is a repository."""
     commit = None
     try:
         run = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
@@ -58,12 +56,12 @@ def about(settings: Settings, world_size: int) -> dict[str, Any]:
 
 
 def save(path: Path, facts: dict[str, Any], rows: Sequence[Row], **more: Any) -> None:
-    """Writes JSON: ``about``, ``rows`` and what else is given."""
+    """Writes JSON: ``about``, ``rows`` and all other arguments."""
     path.write_text(json.dumps({"about": facts, "rows": list(rows), **more}, indent=1) + "\n")
 
 
 def plot(path: Path, facts: dict[str, Any], rows: Sequence[Row]) -> None:
-    """One bar a row: the step without an optimizer, and what the optimizer adds to it; beside it ``step()`` alone."""
+    """Bars for each row: the step without an optimizer with the optimizer's addition on top, and ``step()`` alone."""
     import matplotlib
 
     matplotlib.use("Agg")

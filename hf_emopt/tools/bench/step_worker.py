@@ -1,4 +1,4 @@
-"""What each rank runs under ``hf-emopt bench step``, which starts it with ``torchrun``: one argument, a JSON of settings."""
+"""The program of each rank under ``hf-emopt bench step``, started with ``torchrun``; its argument is a JSON of settings."""
 
 from __future__ import annotations
 

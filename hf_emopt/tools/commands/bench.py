@@ -16,6 +16,7 @@ __all__ = ["add", "run"]
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """The subcommand's options."""
     bench = commands.add_parser("bench", help="measurements on this machine")
+    bench.set_defaults(run=run)
     kinds = bench.add_subparsers(dest="bench", required=True)
     kernels = kinds.add_parser(
         "kernels",
@@ -99,7 +100,7 @@ def _check_figures(path: str) -> None:
 
 
 def _processes(options: argparse.Namespace) -> int:
-    """How many, checked against what is here."""
+    """The number of processes, checked against the GPUs of this machine."""
     import torch
 
     gpus = torch.cuda.device_count()
@@ -133,7 +134,7 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
     if unknown:
         raise ValueError(f"--optim {unknown[0]} is not one of {', '.join(OPTIMIZERS)}")
     if options.model not in MODELS:
-        from hf_emopt.integrations.meta_model import load_config
+        from hf_emopt.integrations.models import load_config
 
         load_config(options.model, options.trust_remote_code)
     ours = _options(options.optim_args, [n for n in names if n in MATRIX_OPTIMIZERS])

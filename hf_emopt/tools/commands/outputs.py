@@ -1,4 +1,4 @@
-"""Where a command is to write, asked before it works for minutes; and what the system said when it could not."""
+"""Checks of output paths before a command works for minutes, and errors of the system in one line."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def check_output(flag: str, path: str | Path, folder: bool = False, make_parents
         make_parents: folders around it are made where there are none.
 
     Raises:
-        ValueError: with the path and what to name instead.
+        ValueError: with the path and the fix.
     """
     target = Path(path)
     if not folder and target.is_dir():
@@ -39,7 +39,7 @@ def check_output(flag: str, path: str | Path, folder: bool = False, make_parents
 
 
 def said(error: OSError) -> str:
-    """The cause, the file and what to do, in one line. Errors that were raised with words alone are these words."""
+    """The cause, the file and the fix in one line; the bare message of an error that has no file."""
     if error.filename is None or error.strerror is None:
         return str(error)
     names = " -> ".join(str(name) for name in (error.filename, error.filename2) if name is not None)

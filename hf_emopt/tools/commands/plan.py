@@ -24,6 +24,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "floating-point operations of a step. With --layout, --gpu or --network it also predicts the time of an optimizer "
         "step, what travels, the memory of a rank and how even the work is. Needs a configuration, not weights.",
     )
+    plan.set_defaults(run=run)
     plan.add_argument("model", nargs="?", help="a Hub id, a folder with a config.json, or such a file")
     plan.add_argument("--model", dest="model_option", metavar="MODEL", help="the same")
     plan.add_argument("--optim", nargs="+", default=["muon"], help="optimizer names (default: muon)")
@@ -34,35 +35,35 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "--trust-remote-code", action="store_true", help="run modelling code that the Hub repository ships"
     )
     plan.add_argument("--json", action="store_true", help="print JSON")
-    _add_forecast(plan)
-
-
-def _add_forecast(plan: argparse.ArgumentParser) -> None:
     many = plan.add_argument_group("a step on many GPUs")
-    many.add_argument(
-        "--layout", nargs="+", default=None, help="of ddp, fsdp2, hsdp, fsdp2+tp (default: ddp and fsdp2)"
-    )
-    many.add_argument("--gpu", default=None, help="a100, h100, h200 or b200 (default: h100)")
-    many.add_argument("--network", default=None, help="between nodes: nvlink, ib400, ib200 or eth100 (default: ib400)")
-    many.add_argument(
-        "--tokens-per-gpu", type=int, default=None, help="tokens of a rank in a step, for the optimizer's share"
-    )
-    many.add_argument(
+    for flag, kind, text in _FORECAST:
+        many.add_argument(flag, type=kind, nargs="+" if flag == "--layout" else None, default=None, help=text)
+
+
+_FORECAST: tuple[tuple[str, type, str], ...] = (
+    ("--layout", str, "of ddp, fsdp2, hsdp, fsdp2+tp (default: ddp and fsdp2)"),
+    ("--gpu", str, "a100, h100, h200 or b200 (default: h100)"),
+    ("--network", str, "between nodes: nvlink, ib400, ib200 or eth100 (default: ib400)"),
+    ("--tokens-per-gpu", int, "tokens of a rank in a step, for the optimizer's share"),
+    (
         "--shard-size",
-        type=int,
-        default=None,
-        help="ranks that hold one copy under hsdp (default: a node, or half of the ranks where they are one node)",
-    )
-    many.add_argument(
-        "--tp-size", type=int, default=None, help="ranks that share a matrix under fsdp2+tp (default: a node)"
-    )
-    many.add_argument("--gpu-tflops", type=float, default=None, help="dense 16-bit TFLOP/s, over --gpu's")
-    many.add_argument("--gpu-bandwidth", type=float, default=None, help="of memory in TB/s, over --gpu's")
-    many.add_argument("--gpu-memory", type=float, default=None, help="in GiB, over --gpu's")
-    many.add_argument("--gpus-per-node", type=int, default=None, help="default: 8")
-    many.add_argument("--nvlink-gbytes", type=float, default=None, help="GB/s of a GPU inside a node, one direction")
-    many.add_argument("--network-gbytes", type=float, default=None, help="GB/s of a GPU between nodes, one direction")
-    many.add_argument("--network-latency", type=float, default=None, help="of a collective in microseconds")
+        int,
+        "ranks that hold one copy under hsdp (default: a node, or half of the ranks where they are one node)",
+    ),
+    ("--tp-size", int, "ranks that share a matrix under fsdp2+tp (default: a node)"),
+    ("--gpu-tflops", float, "dense 16-bit TFLOP/s, over --gpu's"),
+    ("--gpu-bandwidth", float, "of memory in TB/s, over --gpu's"),
+    ("--gpu-memory", float, "in GiB, over --gpu's"),
+    ("--gpus-per-node", int, "default: 8"),
+    ("--nvlink-gbytes", float, "GB/s of a GPU inside a node, one direction"),
+    ("--network-gbytes", float, "GB/s of a GPU between nodes, one direction"),
+    ("--network-latency", float, "of a collective in microseconds"),
+)
+"""Options that ask for a forecast, with the type and help of each."""
+
+
+def _asks_forecast(options: argparse.Namespace) -> bool:
+    return any(getattr(options, flag[2:].replace("-", "_")) is not None for flag, _, _ in _FORECAST)
 
 
 def build_optimizer(name: str, model: nn.Module, optim_args: str | None) -> MatrixOptimizer:
@@ -139,7 +140,7 @@ def _one_model(options: argparse.Namespace) -> str:
 def _load(source: str, options: argparse.Namespace) -> nn.Module:
     import torch
 
-    from hf_emopt.integrations.meta_model import load_meta_model
+    from hf_emopt.integrations.models import load_meta_model
     from hf_emopt.integrations.optim_args import parse_value
 
     model = load_meta_model(source, options.trust_remote_code)
@@ -152,14 +153,6 @@ def _load(source: str, options: argparse.Namespace) -> nn.Module:
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ValueError(f"--dtype {options.dtype} is no floating-point dtype; try float32, bfloat16 or float16")
     return model.to(dtype)
-
-
-_FORECAST = ("layout", "gpu", "network", "tokens_per_gpu", "shard_size", "tp_size", "gpu_tflops", "gpu_bandwidth",
-             "gpu_memory", "gpus_per_node", "nvlink_gbytes", "network_gbytes", "network_latency")  # fmt: skip
-
-
-def _asks_forecast(options: argparse.Namespace) -> bool:
-    return any(getattr(options, name) is not None for name in _FORECAST)
 
 
 def _machine(options: argparse.Namespace) -> Machine:

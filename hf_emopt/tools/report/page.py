@@ -84,7 +84,7 @@ def _content(log: RunLog) -> dict[str, Any]:
 
 
 def _charts(log: RunLog) -> list[dict[str, Any]]:
-    """Line charts: loss, learning rates, and what is of the whole."""
+    """Line charts: loss, learning rates, gradient norm and exposed communication."""
     rates = sorted((name for name in log.names() if name.startswith("lr/")), key=lambda name: "aux" in name)
     rates = rates or ["learning_rate"]
     wanted = [

@@ -1,4 +1,4 @@
-"""Logs of a run: what ``Trainer`` keeps in ``trainer_state.json``, or JSON lines that a logger wrote."""
+"""Logs of a run: ``trainer_state.json`` of ``Trainer``, or JSON lines of a logger."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TURN_ON = (
 
 
 class RunLogError(ValueError):
-    """There is no log to report on; the message says what would make one."""
+    """There is no log to report on; the message says how to make one."""
 
 
 @dataclass(frozen=True)

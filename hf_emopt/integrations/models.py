@@ -1,14 +1,16 @@
-"""A Hub model's shapes without its weights: configuration to meta-device module."""
+"""Models from a configuration alone: on the meta device for their shapes, and with random weights to be timed."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 from torch import nn
 
-__all__ = ["load_config", "load_meta_model"]
+__all__ = ["load_config", "load_meta_model", "random_language_model"]
 
 _FALLBACKS = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM", "AutoModel")
 
@@ -70,3 +72,34 @@ def _tied(model: nn.Module) -> nn.Module:
     if tie is not None:
         tie()
     return model
+
+
+def random_language_model(
+    source: str | Mapping[str, Any], device: torch.device, trust_remote_code: bool = False
+) -> nn.Module:
+    """A causal language model with random float32 weights, whole on ``device`` and in training mode.
+
+    Args:
+        source: what :func:`load_config` takes, or the arguments of a ``LlamaConfig``.
+
+    Raises:
+        FileNotFoundError: when a path does not lead to a configuration.
+        ValueError: when there is no such model, or it is no causal language model.
+    """
+    config: Any
+    if isinstance(source, str):
+        config = load_config(source, trust_remote_code)
+        config.use_cache = False
+    else:
+        config = transformers.LlamaConfig(tie_word_embeddings=False, use_cache=False, **source)
+    try:
+        with torch.device(device):
+            model = transformers.AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, trust_remote_code=trust_remote_code
+            )
+    except ValueError as error:
+        raise ValueError(
+            f"{source} is no causal language model ({str(error).splitlines()[0]}): a step is timed on input_ids and labels"
+        ) from error
+    model.train()
+    return model  # type: ignore[no-any-return]

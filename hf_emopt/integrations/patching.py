@@ -1,0 +1,40 @@
+"""Wraps functions and methods of transformers, Accelerate and DeepSpeed where they offer no hook."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["MARK", "patch"]
+
+MARK = "__hf_emopt__"
+"""Attribute of everything that this package puts into another one. A reload of the package then replaces its own work instead
+of taking it for a rival's. The attribute of a wrapper is the function that it wraps."""
+
+
+def patch(holder: Any, name: str, replacement: Callable[..., Any]) -> bool:
+    """Has calls of ``holder.name(...)`` run ``replacement(original, ...)``. Idempotent.
+
+    Args:
+        holder: a class or a module.
+        name: the attribute; static methods stay static.
+        replacement: takes the original function, then the arguments of the call.
+
+    Returns:
+        Whether ``holder`` has the attribute; nothing is changed where it has not.
+    """
+    original = getattr(holder, name, None)
+    if original is None:
+        return False
+    original = getattr(original, MARK, original)
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return replacement(original, *args, **kwargs)
+
+    setattr(wrapper, MARK, original)
+    static = isinstance(inspect.getattr_static(holder, name), staticmethod)
+    setattr(holder, name, staticmethod(wrapper) if static else wrapper)
+    return True
