@@ -35,7 +35,7 @@ class MaxLogits:
 
         with hf_emopt.MaxLogits(model) as recorder:
             loss = model(**batch).loss
-        hf_emopt.optimizers.qk_clip(model, recorder.max_logits())
+        hf_emopt.qk_clip(model, recorder.max_logits())
 
     The maximum is over all batches since the last :meth:`reset`, so over micro-batches too. A forward pass that gradient
     checkpointing repeats in the backward pass is not measured again. Logits are measured before a soft cap (Gemma 2) and

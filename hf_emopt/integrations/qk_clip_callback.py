@@ -19,7 +19,7 @@ class QKClipCallback(TrainerCallback):
     """Keeps attention logits under a threshold: ``Trainer(callbacks=[hf_emopt.QKClipCallback()])``.
 
     After each optimizer step, queries and keys of the heads whose largest logit in the step's forward passes exceeded the
-    threshold less a margin are scaled to that, see :func:`hf_emopt.optimizers.qk_clip`. The maximum is over all
+    threshold less a margin are scaled to that, see :func:`hf_emopt.qk_clip`. The maximum is over all
     micro-batches of the step and over all processes, so that weights stay the same everywhere. Evaluation is not
     measured. It works with every optimizer; those of this package have the bits that they keep of 16-bit weights scaled
     too. Logs get ``qk_clip/max_logit``, the largest logit since the last log, and ``qk_clip/clipped_heads``, how many
@@ -103,7 +103,7 @@ class QKClipCallback(TrainerCallback):
 
         Raises:
             RuntimeError: nothing was measured.
-            ValueError: see :func:`hf_emopt.optimizers.qk_clip`.
+            ValueError: see :func:`hf_emopt.qk_clip`.
         """
         recorder = self._recorder
         if recorder is None or not recorder.recording:

@@ -1,4 +1,4 @@
-"""What pages of the documentation say of the package, beside the package."""
+"""Compares statements of the documentation with the package."""
 
 from __future__ import annotations
 
@@ -42,21 +42,26 @@ def test_bytes_a_parameter(label: str, optimizers: list[tuple[type, dict[str, An
                 assert f"({cell.strip()} bytes a parameter)" in said, (cls, dtype, more)
 
 
-def named_in_the_map() -> list[str]:
-    """Modules of the map in docs/design.md, as paths in the package: a line with a folder is of it, and so are the indented
-    ones below."""
-    block = (ROOT / "docs" / "design.md").read_text().split("## Rooms")[1].split("```")[1]
-    folder, found = "", []
-    for line in block.strip("\n").splitlines():
-        head = re.match(r"(?P<folder>[\w/]+/)?(?P<indent>\s*)(?P<names>\w+\.py(  \w+\.py)*)  +\S", line)
-        assert head is not None, f"not a line of the map: {line}"
-        if head["folder"] or not head["indent"]:
-            folder = head["folder"] or ""
-        found += [folder + name for name in head["names"].split()]
-    return found
+def named_in_the_picture() -> list[str]:
+    """Packages in the picture of docs/design.md, from top to bottom."""
+    picture = (ROOT / "docs" / "design.md").read_text().split("## Packages")[1].split("```")[1]
+    lines = picture.splitlines()[1:]
+    assert all(re.match(r"\w+  +\S", line) for line in lines)
+    return [line.split()[0] for line in lines]
 
 
-def test_every_module_is_in_the_map() -> None:
-    package = ROOT / "hf_emopt"
-    modules = [p.relative_to(package).as_posix() for p in package.rglob("*.py") if p.name != "__init__.py"]
-    assert sorted(named_in_the_map()) == sorted(modules)
+def test_every_package_is_in_the_picture() -> None:
+    packages = [path.parent.name for path in (ROOT / "hf_emopt").glob("*/__init__.py")]
+    assert sorted(named_in_the_picture()) == sorted(packages)
+
+
+def test_packages_import_only_those_below_them_in_the_picture() -> None:
+    """As `docs/design.md` draws them; imports in functions and under ``TYPE_CHECKING`` count."""
+    named = named_in_the_picture()
+    upward = []
+    for path in (ROOT / "hf_emopt").glob("*/**/*.py"):
+        package = path.relative_to(ROOT / "hf_emopt").parts[0]
+        for other in re.findall(r"^\s*(?:from|import) hf_emopt\.(\w+)", path.read_text(), flags=re.MULTILINE):
+            if other in named and named.index(other) < named.index(package):
+                upward.append(f"{path.relative_to(ROOT)} imports hf_emopt.{other}")
+    assert not upward

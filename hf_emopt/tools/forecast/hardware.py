@@ -122,10 +122,10 @@ EFFICIENCY = Efficiency()
 class Host:
     """Python and launches, on the machines that were measured (the processor is not recorded).
 
-    ``parameter_ms`` is fitted to Muon's steps of 6e866b4 on two GPUs under FSDP2 and DDP; ``bucket_ms`` and ``batch_ms`` to
+    ``parameter_ms`` is fitted to Muon's steps on two GPUs under FSDP2 and DDP; ``bucket_ms`` and ``batch_ms`` to
     older ones under DDP, with and without ``overlap_param_gather``, which the host bounds; AdamW's to its own under DDP, and
     under FSDP2, where hosts differ by a third, so that its largest error there is least. 1.1 B and 2.0 B parameters, two
-    H200. ``slice_ms``: Muon's step of 4b21a19 over tensor parallelism, on four.
+    H200. ``slice_ms``: Muon's step over tensor parallelism, on four GPUs.
 
     Attributes:
         parameter_ms: of a matrix, before the first kernel: gradients are collected and checked.
@@ -150,15 +150,15 @@ LAUNCH_SECONDS = 3e-6
 SOFTENING = 0.05
 """Squared distance, in powers of two, within which no measured product decides alone; assumed."""
 UNFUSED = 3.3
-"""The factor on bytes where torch's foreach functions and copies do the passes; from the two files ``*_foreach.json``."""
+"""How many times the bytes torch's foreach functions and copies move; fitted to steps under FSDP2 and DDP on two H200."""
 FACTOR_BYTES, FACTOR_BYTES_HALF = 200.0, 114.0
-"""Bytes for each owned element that rules with factors move outside of products. Fitted to the steps between refreshes of a
-synchronous schedule, whose products are known: SOAP 197, Shampoo 201. Shampoo in float16 reads blocks in place: the time of
-its kernels (``step_single_1.1b_h200_226d713_shampoo.json``)."""
+"""An owned element of what rules with factors do besides products. Fitted to the steps between refreshes of a synchronous
+schedule, whose products are known: SOAP 197, Shampoo 201. Shampoo in float16 reads blocks where they lie: what its kernels
+took in a step of one H200."""
 
 # Seconds of the refresh of a side of 2048, and of a call, on an H200 with TF32 products: from a synchronous and a staggered
 # schedule of frequency 10 (benchmarks/results/refresh_2048_h200.json). In SOAP's call is what small batches lose. Shampoo's
-# side is from a whole step (step_fsdp2_1.1b_2xh200_1946bf8.json), since its roots take fewer products than they did there.
+# side is from a whole step under FSDP2 on two H200, since its roots take fewer products than they did there.
 REFRESH_SIDE = {"soap": 1.83e-3, "shampoo": 1.96e-3, "kl_shampoo": 5.07e-3}
 REFRESH_CALL = {"soap": 11.5e-3, "shampoo": 0.97e-3, "kl_shampoo": 0.97e-3}
 # Of Shampoo's roots on symmetric products in float16: a side from a whole step, of which 0.79 are its products and passes
@@ -166,7 +166,7 @@ REFRESH_CALL = {"soap": 11.5e-3, "shampoo": 0.97e-3, "kl_shampoo": 0.97e-3}
 # With split factors, 0.72 ms more: 38.2 of two steps of one process, of 53 sides.
 HALF_SIDE, HALF_CALL = 0.82e-3, 0.3e-3
 SPLIT_SIDE = 1.54e-3
-# SOAP's bases in float16 on two streams: what 25 sides in 3.6 calls add to the mean step of two GPUs (6e866b4); how it parts
+# SOAP's bases in float16 on two streams: what 25 sides in 3.6 calls add to the mean step of two GPUs; how it parts
 # between sides and calls is guessed.
 BASIS_SIDE, BASIS_CALL = 1.2e-3, 5.9e-3
 
