@@ -35,9 +35,9 @@ test: $(VENV)/.installed-test ## run the tests
 # since PIP_CONSTRAINT may fix it: MINIMUM_TORCH=torch==2.13.0.
 MINIMUM_TORCH ?= torch==$(shell sed -n 's/.*"torch>=\(.*\)".*/\1/p' pyproject.toml).0
 MINIMUM := $(VENV)-minimum
-MINIMUM_ARGS ?= -n logical --maxprocesses 4 --dist worksteal tests/test_versions.py tests/test_step.py tests/test_state.py \
+MINIMUM_ARGS ?= -n logical --maxprocesses 4 --dist worksteal tests/project/test_versions.py tests/engine/test_step.py tests/state/test_state.py \
 	tests/routing/test_route.py tests/integrations/test_registration.py tests/integrations/test_optim_args.py \
-	tests/integrations/test_trainer.py tests/integrations/test_plugin.py tests/checkpoints/test_files.py
+	tests/integrations/test_trainer.py tests/integrations/test_plugin.py tests/checkpoint/test_files.py
 
 $(MINIMUM)/.installed: pyproject.toml tests/minimum.txt
 	@test -x $(MINIMUM)/bin/python || $(PYTHON) -m venv $(MINIMUM)

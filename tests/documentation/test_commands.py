@@ -270,8 +270,8 @@ COMMAND = r"(?:[A-Z_]+=\S+ )*(?:pip3?|python3?|accelerate|torchrun|deepspeed|hf-
 IN_TEXT = {
     "accelerate launch": "a name",
     "apt-get install chromium": ".ci/run does it",
-    "pre-commit install": "writes into .git; tests/test_packaging.py has the hooks, and `make lint` runs them",
-    "python benchmarks/forecast_errors.py": "tests/test_forecast.py calls all of it",
+    "pre-commit install": "writes into .git; tests/project/test_packaging.py has the hooks, and `make lint` runs them",
+    "python benchmarks/forecast_errors.py": "tests/tools/test_forecast.py calls all of it",
     "python benchmarks/forecast_errors.py --write": "likewise, and compares what is written",
     "hf-emopt bench kernels": "needs a GPU; tests/linalg/test_triton_interpreter.py has its code",
     "hf-emopt bench kernels --tune table.json": "likewise",

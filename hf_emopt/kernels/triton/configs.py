@@ -69,7 +69,7 @@ class Entry:
 
 
 # What ``--tune`` tries. All compile without spills, but for some bytes on clusters with a C
-# (tests/linalg/test_triton_compile.py, test_clusters.py).
+# (tests/kernels/test_triton_compile.py, test_clusters.py).
 CANDIDATES: dict[int, tuple[Config, ...]] = {
     80: (
         Config(128, 128, 32, 8, 4, descriptors=False),
