@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE / name) for name in ("helpers", "distributed", "formats", "integrations", "zero")]
-# pytest adds this directory, in which every folder would be found as a package: transformers asks whether there is a `kernels`.
+# pytest adds this directory, where every folder would be found as a package: transformers asks whether there is `kernels`.
 sys.path[:] = [folder for folder in sys.path if folder != str(HERE)]
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
 
