@@ -96,6 +96,7 @@ EVERY += [(arch, some[0], True, 2, 1) for arch, some in TILES.items()]
 
 
 @pytest.mark.parametrize(("arch", "config", "with_c", "diagonal", "corrected"), EVERY, ids=str)
+@pytest.mark.first_tier("arch", "diagonal", "with_c")
 def test_every_configuration(
     arch: int, config: Config, with_c: bool, diagonal: int, corrected: int, tmp_path: Path
 ) -> None:
@@ -113,6 +114,7 @@ def test_every_configuration(
 @pytest.mark.parametrize("corrected", [0, 3])
 @pytest.mark.parametrize("trans", [False, True])
 @pytest.mark.parametrize("config", [Config(128, 128, 64, 8, 3), WIDE, WIDE_FEW, POINTERS], ids=str)
+@pytest.mark.first_tier("trans", "corrected")
 def test_float32_results(config: Config, trans: bool, corrected: int, tmp_path: Path) -> None:
     kernel = symmetric_product(config, 90, True, out="fp32", trans=trans, corrected=corrected)
     assert "wgmma.mma_async" in kernel.asm["ptx"]
@@ -131,6 +133,7 @@ def test_float32_results(config: Config, trans: bool, corrected: int, tmp_path: 
         (-1, False, True, False, False, True),
     ],
 )
+@pytest.mark.first_tier("c")
 def test_split_products(
     c: int, active: bool, wide: bool, parts: bool, trans_a: bool, trans_b: bool, tmp_path: Path
 ) -> None:
@@ -194,6 +197,7 @@ def test_coefficients_are_no_constants() -> None:
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
 @pytest.mark.parametrize("side", [16, 32, 64])
+@pytest.mark.first_tier()
 def test_one_program_a_matrix(side: int, arch: int, tmp_path: Path) -> None:
     types = {
         "x_ptr": "*fp32",
@@ -242,6 +246,7 @@ def test_memory_bound_kernels(arch: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
 @pytest.mark.parametrize("name", ["momentum", "copy", "apply", "finite"])
+@pytest.mark.first_tier()
 def test_passes_over_runs(name: str, arch: int, tmp_path: Path) -> None:
     """Addresses are numbers in memory, and still loads are of 16 bytes a thread."""
     tables = {
