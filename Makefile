@@ -12,7 +12,7 @@ export DS_IGNORE_CUDA_DETECTION ?= 1
 PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-minimum lint docs clean
+.PHONY: help demo test test-all test-minimum lint docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -28,8 +28,14 @@ $(VENV)/.installed-%: pyproject.toml
 demo: $(VENV)/.installed-examples ## pretrain a small Llama under AdamW and under Muon; loss table and demo-out/curves.png
 	OMP_WAIT_POLICY=passive $(RUN) examples/pretrain_demo.py $(DEMO_ARGS)
 
-test: $(VENV)/.installed-test ## run the tests
+# Two tiers, which pyproject.toml describes. `make test-all TIERS=second_tier` leaves out what `make test` has run.
+TIERS ?= not products
+
+test: $(VENV)/.installed-test ## run the first tier of the tests, which proves every feature
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(RUN) -m pytest $(PYTEST_ARGS)
+
+test-all: $(VENV)/.installed-test ## run both tiers: also every pair of options, and every command of the documentation
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(RUN) -m pytest $(PYTEST_ARGS) -m '$(TIERS)'
 
 # The oldest supported versions, in an environment of their own; tests/minimum.txt names them. torch is apart from the others
 # since PIP_CONSTRAINT may fix it: MINIMUM_TORCH=torch==2.13.0.

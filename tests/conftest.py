@@ -55,6 +55,10 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # nothing that outlives the interpreter is then said to have leaked, after pytest's last line
+
+
 # --- tiers ------------------------------------------------------------------------------------------------------------
 
 

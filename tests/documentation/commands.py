@@ -48,6 +48,7 @@ ELSEWHERE = {
     "make lint": "continuous integration is this command: .ci/run has it on a line of its own, before the tests",
     "make docs": "likewise",
     "make test-minimum": "likewise; it makes an environment of its own",
+    "make test-all": "likewise, without what `make test` has run",
 }
 """Commands that no test runs, and why. Anything else in a shell block is run."""
 
