@@ -1,6 +1,6 @@
 """Every command that the README and the documentation give a reader is parsed, and executed in the order of the page.
 
-The first tier parses: bash reads the line, the program is there, and its own parser takes every argument. The second executes.
+The first tier parses: bash reads the line, the program is there, and its own parser takes all arguments. The second executes.
 A block of shell commands is a test. It runs in bash, in a folder that looks like a checkout (links to it) and has what pages
 take a reader to have: ``path/to/model``, ``path/to/texts``, a script of their own ``run_clm.py``. :mod:`commands` lists what
 is changed: flags that make a run small, and the names of things that are not here.

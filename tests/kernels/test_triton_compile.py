@@ -197,7 +197,7 @@ def test_coefficients_are_no_constants() -> None:
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
 @pytest.mark.parametrize("side", [16, 32, 64])
-@pytest.mark.first_tier()
+@pytest.mark.first_tier
 def test_one_program_a_matrix(side: int, arch: int, tmp_path: Path) -> None:
     types = {
         "x_ptr": "*fp32",
@@ -246,7 +246,7 @@ def test_memory_bound_kernels(arch: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
 @pytest.mark.parametrize("name", ["momentum", "copy", "apply", "finite"])
-@pytest.mark.first_tier()
+@pytest.mark.first_tier
 def test_passes_over_runs(name: str, arch: int, tmp_path: Path) -> None:
     """Addresses are numbers in memory, and still loads are of 16 bytes a thread."""
     tables = {
