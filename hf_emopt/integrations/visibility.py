@@ -74,7 +74,7 @@ def _flash(module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, k
         starts = positions[:, :1].new_zeros(1, queries)
         starts[:, 1:] = (positions[:1, 1:] != positions[:1, :-1] + 1).to(starts.dtype)
         owned_regions = starts.cumsum(-1)
-        return Visible(**options, query_owned_regions=owned_regions, key_owned_regions=owned_regions)
+        return Visible(**options, query_segments=owned_regions, key_segments=owned_regions)
     return Visible(**options)
 
 
@@ -90,4 +90,4 @@ def _packed(starts_q: Tensor, starts_k: Tensor, query: Tensor, key: Tensor, opti
         batch, length = tensor.shape[0], tensor.shape[2]
         index = torch.arange(batch * length, device=tensor.device)
         places.append(torch.bucketize(index, starts.to(index)[1:-1], right=True).view(batch, length))
-    return Visible(**{**options, "offset": 0}, query_owned_regions=places[0], key_owned_regions=places[1])
+    return Visible(**{**options, "offset": 0}, query_segments=places[0], key_segments=places[1])

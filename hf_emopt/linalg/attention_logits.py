@@ -38,8 +38,8 @@ class Visible:
     causal: bool = False
     offset: int = 0
     window: tuple[int, int] | None = None
-    query_owned_regions: Tensor | None = None
-    key_owned_regions: Tensor | None = None
+    query_segments: Tensor | None = None
+    key_segments: Tensor | None = None
     function: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None = None
 
     def columns(self, rows: slice, keys: int) -> slice:
@@ -62,8 +62,8 @@ class Visible:
             seen.append(self.queries[:, None, rows, None])
         if self.keys is not None:
             seen.append(self.keys[:, None, None, cols])
-        if self.query_owned_regions is not None and self.key_owned_regions is not None:
-            seen.append(self.query_owned_regions[:, None, rows, None] == self.key_owned_regions[:, None, None, cols])
+        if self.query_segments is not None and self.key_segments is not None:
+            seen.append(self.query_segments[:, None, rows, None] == self.key_segments[:, None, None, cols])
         i = torch.arange(rows.start, rows.stop, device=device)[:, None]
         j = torch.arange(cols.start, cols.stop, device=device)[None, :]
         distance = j - i - self.offset

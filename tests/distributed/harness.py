@@ -271,6 +271,7 @@ def groups() -> int:
 def _run_case(pipe: Connection, module: str, qualname: str, kwargs: dict[str, Any]) -> None:
     import torch
 
+    environment = dict(os.environ)  # libraries leave settings there, which the next case would read
     try:
         torch.manual_seed(0)
         function = importlib.import_module(module)
@@ -279,5 +280,7 @@ def _run_case(pipe: Connection, module: str, qualname: str, kwargs: dict[str, An
         answer = _dumps((True, function(**kwargs), groups()))  # type: ignore[operator]
     except BaseException:
         answer = _dumps((False, traceback.format_exc(), groups()))
+    os.environ.clear()
+    os.environ.update(environment)
     gc.collect()
     pipe.send_bytes(answer)

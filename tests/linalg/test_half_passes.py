@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 from interpreted import INTERPRETING, run_in_interpreter
@@ -18,11 +20,13 @@ if INTERPRETING:
     import hf_emopt
     from hf_emopt.kernels.triton import half_launch
     from hf_emopt.linalg import inverse_root_fp16 as half_newton
-    from hf_emopt.linalg import matmul_precision as precision
     from hf_emopt.linalg.symmetric_products import accumulate_gram
     from hf_emopt.rules import blocks
     from hf_emopt.rules.blocks import BlockGrid
     from hf_emopt.rules.kronecker import KroneckerRule
+
+    # The package has a function of that name.
+    precision = importlib.import_module("hf_emopt.linalg.matmul_precision")
 
     def inputs() -> dict[str, Tensor]:
         torch.manual_seed(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Iterator
 from typing import Any, get_args
@@ -10,7 +11,6 @@ import pytest
 import torch
 
 from hf_emopt.linalg import inverse_root, matmul_precision, refresh_eigenbasis
-from hf_emopt.linalg import matmul_precision as module
 from hf_emopt.linalg.matmul_precision import Precision, add_product, product, scaled_half, unit_roundoff
 
 PRECISIONS = get_args(Precision)
@@ -196,6 +196,7 @@ def test_a_flag_that_follows_another_still_does() -> None:
 
 
 def test_older_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module("hf_emopt.linalg.matmul_precision")  # the package has a function of that name
     monkeypatch.setattr(module, "_has_backend_flags", lambda: False)
     torch.set_float32_matmul_precision("medium")
     with matmul_precision("highest"):
