@@ -12,7 +12,7 @@ export DS_IGNORE_CUDA_DETECTION ?= 1
 PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-minimum lint docs clean
+.PHONY: help demo test test-all test-minimum lint docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -28,16 +28,22 @@ $(VENV)/.installed-%: pyproject.toml
 demo: $(VENV)/.installed-examples ## pretrain a small Llama under AdamW and under Muon; loss table and demo-out/curves.png
 	OMP_WAIT_POLICY=passive $(RUN) examples/pretrain_demo.py $(DEMO_ARGS)
 
-test: $(VENV)/.installed-test ## run the tests
+# Two tiers, which pyproject.toml describes. `make test-all TIERS=second_tier` leaves out what `make test` has run.
+TIERS ?= not products
+
+test: $(VENV)/.installed-test ## run the first tier of the tests, which proves every feature
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(RUN) -m pytest $(PYTEST_ARGS)
+
+test-all: $(VENV)/.installed-test ## run both tiers: also every pair of options, and every command of the documentation
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(RUN) -m pytest $(PYTEST_ARGS) -m '$(TIERS)'
 
 # The oldest supported versions, in an environment of their own; tests/minimum.txt names them. torch is apart from the others
 # since PIP_CONSTRAINT may fix it: MINIMUM_TORCH=torch==2.13.0.
 MINIMUM_TORCH ?= torch==$(shell sed -n 's/.*"torch>=\(.*\)".*/\1/p' pyproject.toml).0
 MINIMUM := $(VENV)-minimum
-MINIMUM_ARGS ?= -n logical --maxprocesses 4 --dist worksteal tests/test_versions.py tests/test_step.py tests/test_state.py \
+MINIMUM_ARGS ?= -n logical --maxprocesses 4 --dist worksteal tests/project/test_versions.py tests/engine/test_step.py tests/state/test_state.py \
 	tests/routing/test_route.py tests/integrations/test_registration.py tests/integrations/test_optim_args.py \
-	tests/integrations/test_trainer.py tests/integrations/test_plugin.py tests/checkpoints/test_files.py
+	tests/integrations/test_trainer.py tests/integrations/test_plugin.py tests/checkpoint/test_files.py
 
 $(MINIMUM)/.installed: pyproject.toml tests/minimum.txt
 	@test -x $(MINIMUM)/bin/python || $(PYTHON) -m venv $(MINIMUM)

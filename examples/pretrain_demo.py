@@ -147,7 +147,7 @@ class LossBar(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self.bar = tqdm(total=state.max_steps, desc=self.name, matrix_view="step", mininterval=1.0)
+        self.bar = tqdm(total=state.max_steps, desc=self.name, unit="step", mininterval=1.0)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.bar.update(state.global_step - self.bar.n)

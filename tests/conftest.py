@@ -1,10 +1,12 @@
-"""Shared by all tests: two threads at most, no hub, helpers of several directories importable, and process groups."""
+"""Shared by all tests: two threads at most, no hub, helpers of several directories importable, process groups, two tiers."""
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,7 +27,9 @@ if TYPE_CHECKING:
     from harness import World, Worlds
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), *(str(HERE / name) for name in ("distributed", "integrations", "zero"))]
+sys.path[:0] = [str(HERE / name) for name in ("helpers", "distributed", "formats", "integrations", "zero")]
+# pytest adds this directory, where every folder would be found as a package: transformers asks whether there is `kernels`.
+sys.path[:] = [folder for folder in sys.path if folder != str(HERE)]
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
 
 
@@ -43,3 +47,50 @@ def worlds() -> Iterator[Worlds]:
 def two(worlds: Worlds) -> World:
     """Two ranks."""
     return worlds[2]
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays, so that no collection of garbage needs to go through it."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # nothing that outlives the interpreter is then said to have leaked, after pytest's last line
+
+
+# --- tiers ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks as ``second_tier`` what ``first_tier`` leaves out, before ``-m`` selects.
+
+    Tests on several ranks are dear, and have ``first_tier()`` without saying so.
+    """
+    for _, cases in groupby(items, key=lambda item: (item.parent, getattr(item, "originalname", item.name))):
+        group = [i for i in cases if i.get_closest_marker("second_tier") is i.get_closest_marker("products") is None]
+        marker = group[0].get_closest_marker("first_tier") if group else None
+        if len(group) > 1 and (marker is not None or "worlds" in group[0].fixturenames):  # type: ignore[attr-defined]
+            chosen = covering([item.callspec.params for item in group], marker.args if marker else ())  # type: ignore[attr-defined]
+            for index, item in enumerate(group):
+                if index not in chosen:
+                    item.add_marker(pytest.mark.second_tier)
+
+
+def covering(cases: list[dict[str, object]], wanted: tuple[str, ...]) -> set[int]:
+    """Numbers of a few cases that together have every value of every option.
+
+    Args:
+        cases: options and their values.
+        wanted: names of options, separated by spaces, of which every combination that there is must be had; for example
+            ``"layout size"`` and ``"rule"``. Each option on its own by default.
+    """
+    names = [tuple(text.split()) for text in wanted] or [(name,) for name in cases[0]]
+    had = [{(each, repr([case[name] for name in each])) for each in names} for case in cases]
+    missing, chosen = set().union(*had), set()
+    while missing:
+        best = max(range(len(cases)), key=lambda index: len(had[index] & missing))
+        chosen.add(best)
+        missing -= had[best]
+    return chosen

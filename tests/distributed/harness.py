@@ -30,7 +30,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-__all__ = ["RankFailure", "World", "Worlds"]
+__all__ = ["RankFailure", "World", "Worlds", "run_alone"]
 
 TIMEOUT = 120.0
 """Seconds that a case may take: a hang is a failure."""
@@ -68,12 +68,14 @@ class World:
         size: number of ranks.
         timeout: seconds that a case may take before all ranks are killed.
         grace: seconds that the others get once one rank has failed.
+        grouped: whether the processes form a group; a case may otherwise form its own.
         starts: how often processes were started; again after a failure, and when they have too many process groups.
     """
 
     size: int
     timeout: float = TIMEOUT
     grace: float = GRACE
+    grouped: bool = True
     starts: int = 0
     _ranks: list[_Rank] = field(default_factory=list)
     _folder: Path | None = None
@@ -144,13 +146,14 @@ class World:
         context.set_forkserver_preload(PRELOADED)
         self._folder = Path(tempfile.mkdtemp(prefix="world"))
         self.starts += 1
+        store = str(self._folder / "store") if self.grouped else None
         for number in range(self.size):
             ours, theirs = context.Pipe()
             stack_file = self._folder / f"stack{number}"
             stack_file.touch()
             process = context.Process(
                 target=_rank_main,
-                args=(number, self.size, theirs, str(self._folder / "store"), str(stack_file), list(sys.path)),
+                args=(number, self.size, theirs, store, str(stack_file), list(sys.path)),
                 daemon=True,
             )
             # The server inherits the environment of the moment at which the first process is started.
@@ -187,6 +190,22 @@ class Worlds:
             world.kill()
 
 
+def run_alone(function: Callable[[], None]) -> None:
+    """Calls a function in a new process, which takes no imports, and raises what it raised.
+
+    Args:
+        function: importable by name.
+
+    Raises:
+        RankFailure: with the traceback of the process, or when it has died or did not return in time.
+    """
+    world = World(1, grouped=False)
+    try:
+        world.run(function)
+    finally:
+        world.kill()
+
+
 def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -207,7 +226,7 @@ def _loads(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), weights_only=False)
 
 
-def _rank_main(number: int, size: int, pipe: Connection, store: str, stack_file: str, path: list[str]) -> None:
+def _rank_main(number: int, size: int, pipe: Connection, store: str | None, stack_file: str, path: list[str]) -> None:
     """Main function of a process: joins the group, then runs cases until it is killed or the pipe is closed."""
     with open(stack_file, "w") as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
@@ -217,8 +236,10 @@ def _rank_main(number: int, size: int, pipe: Connection, store: str, stack_file:
             MASTER_ADDR="127.0.0.1", MASTER_PORT="29500", GLOO_SOCKET_IFNAME="lo", HF_HUB_OFFLINE="1",
         )  # fmt: skip
         sys.path[:] = path
+        gc.freeze()  # what was imported stays: a collection after every case that went through it took longer than the case
         try:
-            _form_group(number, size, store)
+            if store is not None:
+                _form_group(number, size, store)
             pipe.send_bytes(_dumps((True, None, 1)))
             while True:
                 _run_case(pipe, *pickle.loads(pipe.recv_bytes()))
@@ -250,6 +271,7 @@ def groups() -> int:
 def _run_case(pipe: Connection, module: str, qualname: str, kwargs: dict[str, Any]) -> None:
     import torch
 
+    environment = dict(os.environ)  # libraries leave settings there, which the next case would read
     try:
         torch.manual_seed(0)
         function = importlib.import_module(module)
@@ -258,5 +280,7 @@ def _run_case(pipe: Connection, module: str, qualname: str, kwargs: dict[str, An
         answer = _dumps((True, function(**kwargs), groups()))  # type: ignore[operator]
     except BaseException:
         answer = _dumps((False, traceback.format_exc(), groups()))
+    os.environ.clear()
+    os.environ.update(environment)
     gc.collect()
     pipe.send_bytes(answer)

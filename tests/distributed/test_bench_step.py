@@ -137,7 +137,7 @@ def placements(layout: str, **sizes: int) -> dict[str, str]:
     return found
 
 
-@pytest.mark.ranks34
+@pytest.mark.second_tier
 def test_meshes_of_four_ranks(worlds: Any) -> None:
     (hsdp, *_) = worlds[4].run(placements, layout="hsdp", replicas=2)
     assert set(hsdp.values()) == {"(2, 2) 2"}
@@ -258,6 +258,7 @@ def test_other_buckets_are_measured_where_they_make_another_plan(two: World) -> 
         assert second["unavailable"] == "makes the same plan"
 
 
+@pytest.mark.second_tier
 def test_the_command_starts_processes_and_writes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "step.json"
     size = ["--tokens", "16", "--length", "16", "--steps", "1", "--warmup", "1"]

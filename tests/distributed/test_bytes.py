@@ -200,7 +200,7 @@ def state_bytes(rule: str, layout: str, even: bool) -> int:
 
 @pytest.mark.parametrize("rule", ["muon", "normuon", "soap", "shampoo", "klshampoo"])
 @pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.ranks34)])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.second_tier)])
 def test_state_is_divided_by_the_ranks(worlds: Worlds, rule: str, layout: str, size: int) -> None:
     model = matrices([(24, 24)] * 8)
     optimizer = build(model, rule)

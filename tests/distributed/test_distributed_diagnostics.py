@@ -58,10 +58,10 @@ def assert_same(found: dict[str, float], wanted: dict[str, float]) -> None:
 
 
 def two_cases() -> list[Any]:
-    """Every rule once by default, under one of the layouts; Muon under both."""
+    """Every rule once in the first tier, under one of the layouts; Muon under both."""
     chosen = {("muon", "ddp"), ("muon", "fsdp2"), *zip(RULES[1:], ("ddp", "fsdp2", "ddp", "fsdp2"))}
     cases = [(rule, layout) for rule in RULES for layout in ("ddp", "fsdp2")]
-    return [pytest.param(*case, marks=() if case in chosen else (pytest.mark.ranks34,)) for case in cases]
+    return [pytest.param(*case, marks=() if case in chosen else (pytest.mark.second_tier,)) for case in cases]
 
 
 @pytest.mark.parametrize(("rule", "layout"), two_cases())
@@ -76,7 +76,7 @@ def test_figures_are_those_of_one_process(two: World, rule: str, layout: str) ->
     assert found["emopt/imbalance"] >= 1.0
 
 
-@pytest.mark.ranks34
+@pytest.mark.second_tier
 @pytest.mark.parametrize("layout", ["fsdp2", "hsdp"])
 @pytest.mark.parametrize("rule", ["muon", "soap-staggered"])
 def test_figures_of_four_ranks(worlds: Worlds, rule: str, layout: str) -> None:

@@ -104,7 +104,7 @@ def test_elements_received_are_those_counted_below_torch(two: World, layout: str
         assert real["received"] == predicted
 
 
-@pytest.mark.ranks34
+@pytest.mark.second_tier
 @pytest.mark.parametrize("layout", ["hsdp", "fsdp2+tp"])
 @pytest.mark.parametrize("rule", ["muon", "soap"])
 def test_memory_and_plan_are_those_of_four_ranks(worlds: Any, rule: str, layout: str) -> None:

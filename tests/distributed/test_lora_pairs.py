@@ -57,7 +57,7 @@ def test_weights_are_those_of_one_process(two: World, mode: str, layout: str) ->
         assert all(result["transforms"] > 0 for result in results)  # the work is shared
 
 
-@pytest.mark.ranks34
+@pytest.mark.second_tier
 @pytest.mark.parametrize(("layout", "size"), [("hsdp", 4), ("fsdp2", 3)])
 def test_weights_on_more_ranks(worlds: Worlds, layout: str, size: int) -> None:
     """Two replicas of two shards; and a rank of three without a row of some factors."""

@@ -50,18 +50,19 @@ def trained(rule: str, layout: str, steps: int, dtype: torch.dtype = torch.float
 
 
 def size_cases() -> list[Any]:
-    """Two ranks: everything. One, three and four: every rule once by default, the rest on request."""
+    """Two ranks: everything. One, three and four: every rule once; the rest are ``products``."""
     cases = []
     for index, rule in enumerate(RULES):
         for position, layout in enumerate(LAYOUTS):
             for size in (1, 2, 3, 4):
-                # The layout moves on with the rule, so that a default run has each layout at every size.
+                # The layout moves on with the rule, so that there is each layout at every size.
                 chosen = size == 2 or position == (index + size) % 3
-                marks = () if chosen else (pytest.mark.ranks34,)
+                marks = () if chosen else (pytest.mark.products,)
                 cases.append(pytest.param(rule, layout, size, marks=marks, id=f"{rule}-{layout}-{size}"))
     return cases
 
 
+@pytest.mark.first_tier("layout size", "rule")
 @pytest.mark.parametrize(("rule", "layout", "size"), size_cases())
 def test_weights_are_those_of_one_process(worlds: Worlds, rule: str, layout: str, size: int) -> None:
     steps = steps_of(rule)
@@ -130,7 +131,7 @@ def replicas(rule: str, layout: str, dtype: torch.dtype, transport_dtype: str | 
     return shard, digest(shards), all(bool(torch.isfinite(s).all()) for s in shards)
 
 
-EXTRA = pytest.mark.ranks34
+EXTRA = pytest.mark.products
 
 
 @pytest.mark.parametrize(("dtype", "transport"), [("float32", None), ("bfloat16", None), ("bfloat16", "bfloat16")])

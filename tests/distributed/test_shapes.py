@@ -79,7 +79,7 @@ def short(rows: int) -> Zoo:
     return Zoo(short=Block(a=linear(rows, 11), b=linear(rows, 11)), rest=Block(c=linear(16, 12, bias=True)))
 
 
-@pytest.mark.parametrize("rows", [3, 5, 13, *(pytest.param(n, marks=pytest.mark.ranks34) for n in (2, 6, 7))])
+@pytest.mark.parametrize("rows", [3, 5, 13, *(pytest.param(n, marks=pytest.mark.second_tier) for n in (2, 6, 7))])
 def test_empty_and_uneven_shards(worlds: Worlds, rows: int) -> None:
     """On four ranks, five rows lie as 2, 2, 1, 0 and thirteen as 4, 4, 4, 1."""
     for rule in ("muon", "normuon", "soap", "shampoo"):

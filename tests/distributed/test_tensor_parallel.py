@@ -65,13 +65,13 @@ def alone(rule: str) -> dict[str, Tensor]:
 
 
 def cases() -> list[Any]:
-    """Two ranks: everything. Four: each mode under FSDP2 by default, the rest on request."""
+    """Two ranks: everything. Four: each mode under FSDP2; the rest are ``products``."""
     found = []
     for case, (_, sizes, _) in PLACEMENTS.items():
         for rule in ("muon", "normuon"):
             for mode in EXACT:
                 chosen = sizes == (2,) or (case == "strided" and rule == "normuon" and mode != "layerwise")
-                marks = () if chosen else (pytest.mark.ranks34,)
+                marks = () if chosen else (pytest.mark.products,)
                 found.append(pytest.param(case, rule, mode, marks=marks, id=f"{case}-{rule}-{mode}"))
     return found
 

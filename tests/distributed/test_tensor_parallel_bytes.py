@@ -78,7 +78,7 @@ def formula(rule: str, mode: str, dim: int, k: int, wire: int = 4) -> list[tuple
 @pytest.mark.parametrize("dim", [0, 1], ids=["short", "long"])
 @pytest.mark.parametrize("mode", ["layerwise", "duplicated", "distributed", "blockwise"])
 @pytest.mark.parametrize("rule", ["muon", "normuon"])
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.ranks34)])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.second_tier)])
 def test_messages_and_bytes_are_those_of_the_formula(worlds: Worlds, size: int, rule: str, mode: str, dim: int) -> None:
     for found in worlds[size].run(messages, rule=rule, mode=mode, dim=dim, world=size):
         assert found == formula(rule, mode, dim, size)
@@ -160,7 +160,7 @@ def of_slices(rule: str, dim: int, world: int, **options: Any) -> dict[str, Tens
 
 
 @pytest.mark.parametrize("rule", ["muon", "normuon", "soap", "shampoo", "klshampoo"])
-@pytest.mark.parametrize(("size", "dim"), [(2, 0), (2, 1), pytest.param(4, 1, marks=pytest.mark.ranks34)])
+@pytest.mark.parametrize(("size", "dim"), [(2, 0), (2, 1), pytest.param(4, 1, marks=pytest.mark.second_tier)])
 def test_blockwise_is_the_rule_on_slices(worlds: Worlds, size: int, rule: str, dim: int) -> None:
     """Apart from the scale, which is that of the whole shape: so there is none here."""
     options: dict[str, Any] = {"adjust_lr_fn": "unscaled"} if "muon" in rule else {}

@@ -248,7 +248,7 @@ def stepped(model: nn.Module, **options: Any) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.ranks34)])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.second_tier)])
 def test_by_default_weights_do_not_depend_on_the_number_of_ranks(worlds: Worlds, size: int, dim: int) -> None:
     """A square matrix by rows, then by columns: equal but for blockwise, which differs by a good deal."""
     wanted = stepped(matrices([(64, 64)]))

@@ -138,7 +138,7 @@ def errors(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, flo
     }
 
 
-EXTRA = pytest.mark.ranks34
+EXTRA = pytest.mark.second_tier
 CASES = [
     pytest.param("llama", {"tp_size": 2}, id="llama-tp2"),
     pytest.param("llama-one-kv-head", {"tp_size": 2}, id="llama-one-kv-head-tp2"),

@@ -48,6 +48,7 @@ ELSEWHERE = {
     "make lint": "continuous integration is this command: .ci/run has it on a line of its own, before the tests",
     "make docs": "likewise",
     "make test-minimum": "likewise; it makes an environment of its own",
+    "make test-all": "likewise, without what `make test` has run",
 }
 """Commands that no test runs, and why. Anything else in a shell block is run."""
 
@@ -98,7 +99,7 @@ ADDED = {
     r"examples/pretrain_demo\.py": "--train_file path/to/texts --max_steps 2 --batch_size 2 --block_size 16 --eval_blocks 4",
     r"^make demo": "DEMO_ARGS='--train_file path/to/texts --max_steps 2 --batch_size 2 --block_size 16 --vocab_size 300 "
     "--hidden_size 32 --num_layers 1 --eval_blocks 4'",
-    r"^make test": "PYTEST_ARGS='tests/test_refresh_steps.py -q -p no:cacheprovider'",  # not itself again
+    r"^make test": "PYTEST_ARGS='tests/distributed/test_refresh_steps.py -q -p no:cacheprovider'",  # not itself again
     r"run_clm\.py --optim": "",  # the reader's own script, tiny as it is
     r"finetune_sweep\.py run": "--lr 1e-3 --seeds 0 --max_steps 2 --length 16 --batch_size 2 --train_rows 8 "
     "--eval_rows 4 --processes 1",

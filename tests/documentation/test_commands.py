@@ -1,5 +1,6 @@
-"""Every command that the README and the documentation give a reader is executed, in the order of the page.
+"""Every command that the README and the documentation give a reader is parsed, and executed in the order of the page.
 
+The first tier parses: bash reads the line, the program is there, and its own parser takes all arguments. The second executes.
 A block of shell commands is a test. It runs in bash, in a folder that looks like a checkout (links to it) and has what pages
 take a reader to have: ``path/to/model``, ``path/to/texts``, a script of their own ``run_clm.py``. :mod:`commands` lists what
 is changed: flags that make a run small, and the names of things that are not here.
@@ -7,16 +8,20 @@ is changed: flags that make a run small, and the names of things that are not he
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import os
 import re
+import runpy
 import shlex
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -151,6 +156,74 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
+# ---------------------------------------------------------------------------------------------- parsed
+
+
+class Parsed(BaseException):
+    """Ends a program as soon as its parser has taken its arguments."""
+
+    def __init__(self, found: argparse.Namespace) -> None:
+        self.found = found
+
+
+@pytest.fixture
+def only_parsing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Programs end where they have parsed their arguments; the folder looks like a checkout."""
+    parse, depth = argparse.ArgumentParser.parse_known_args, 0
+
+    def parse_and_end(self: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> Any:
+        nonlocal depth
+        depth += 1
+        try:
+            found, rest = parse(self, *args, **kwargs)
+        finally:
+            depth -= 1
+        if depth:  # a subcommand's
+            return found, rest
+        assert not rest, f"nobody takes {rest}"
+        raise Parsed(found)
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", parse_and_end)
+    for path in ROOT.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "run_clm.py").write_text(OWN_SCRIPT, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+
+
+def parse_program(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs ``script argument ...`` or ``-m module argument ...`` up to its parser, then what it would launch."""
+    module, words = (True, words[1:]) if words[0] == "-m" else (False, words)
+    monkeypatch.setattr(sys, "argv", words)
+    run = runpy.run_module if module else runpy.run_path
+    with pytest.raises(Parsed) as parsed:
+        run(words[0], run_name="__main__")
+    if (script := getattr(parsed.value.found, "training_script", None)) is not None:
+        kind = ["-m"] if parsed.value.found.module else []
+        parse_program([*kind, script, *parsed.value.found.training_script_args], monkeypatch)
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.name)
+def test_commands_parse(block: Block, only_parsing: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    extras = set(re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), flags=re.MULTILINE))
+    for command in block.commands:
+        subprocess.run(["bash", "-nc", command], check=True)
+        words = shlex.split(command)
+        while "=" in words[0]:
+            words = words[1:]
+        if words[0] == "make":
+            assert targets >= {word for word in words[1:] if "=" not in word}
+        elif words[0] == "pip":
+            assert extras >= set(re.findall(r"\.\[(\w+)\]", command))
+        elif words[0] == "python":
+            parse_program(words[1:], monkeypatch)
+        else:
+            parse_program(["-m", PROGRAMS[words[0]], *words[1:]], monkeypatch)
+
+
+# ---------------------------------------------------------------------------------------------- executed
+
+
 FOLLOWING = set(TOGETHER)
 LEADING = {block.name: block for block in BLOCKS}
 SCENES = [
@@ -160,6 +233,7 @@ SCENES = [
 ]
 
 
+@pytest.mark.second_tier
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("scene", SCENES, ids=lambda scene: "+".join(block.name for block in scene))
 def test_commands_run(scene: list[Block], checkout: Path, programs: Path, environment: dict[str, str]) -> None:
@@ -261,8 +335,9 @@ def test_stand_ins_are_for_blocks_that_are_there() -> None:
 
 def test_continuous_integration_runs_what_is_not_run_here() -> None:
     lines = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
-    for command in ELSEWHERE:
-        assert lines.index(command) < lines.index("make test")
+    commands = [re.sub(r"(\s#.*| TIERS=second_tier.*)", "", line) for line in lines]
+    assert ELSEWHERE.keys() <= set(commands)
+    assert commands[-2:] == ["make test", "make test-all"]
 
 
 COMMAND = r"(?:[A-Z_]+=\S+ )*(?:pip3?|python3?|accelerate|torchrun|deepspeed|hf-emopt|make|pre-commit|apt-get|git) "
@@ -270,8 +345,8 @@ COMMAND = r"(?:[A-Z_]+=\S+ )*(?:pip3?|python3?|accelerate|torchrun|deepspeed|hf-
 IN_TEXT = {
     "accelerate launch": "a name",
     "apt-get install chromium": ".ci/run does it",
-    "pre-commit install": "writes into .git; tests/test_packaging.py has the hooks, and `make lint` runs them",
-    "python benchmarks/forecast_errors.py": "tests/test_forecast.py calls all of it",
+    "pre-commit install": "writes into .git; tests/project/test_packaging.py has the hooks, and `make lint` runs them",
+    "python benchmarks/forecast_errors.py": "tests/tools/test_forecast.py calls all of it",
     "python benchmarks/forecast_errors.py --write": "likewise, and compares what is written",
     "hf-emopt bench kernels": "needs a GPU; tests/linalg/test_triton_interpreter.py has its code",
     "hf-emopt bench kernels --tune table.json": "likewise",

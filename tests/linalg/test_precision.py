@@ -198,6 +198,7 @@ def test_a_flag_that_follows_another_still_does() -> None:
 
 
 def test_older_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module("hf_emopt.linalg.matmul_precision")  # the package has a function of that name
     monkeypatch.setattr(module, "_has_backend_flags", lambda: False)
     torch.set_float32_matmul_precision("medium")
     with matmul_precision("highest"):

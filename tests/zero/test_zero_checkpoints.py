@@ -16,7 +16,7 @@ from hf_emopt.checkpoint.deepspeed_files import convert, read_deepspeed
 from hf_emopt.checkpoint.files import CheckpointError
 from hf_emopt.tools.cli import main
 
-SLOW = pytest.mark.ranks34
+SLOW = pytest.mark.second_tier
 CASES = [
     ("muon", 0, "fp32"),
     pytest.param("normuon", 0, "bf16", marks=SLOW),

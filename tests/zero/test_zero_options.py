@@ -22,7 +22,7 @@ def wanted(rule: str, dtype: torch.dtype) -> dict[str, Tensor]:
     return reference(rule, steps_of(rule), 0.0, dtype)
 
 
-SLOW = pytest.mark.ranks34
+SLOW = pytest.mark.second_tier
 OFFLOAD = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
 PINNED = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
 

@@ -29,7 +29,7 @@ def options_of(rule: str, clip: float) -> dict[str, float]:
 
 
 def cases() -> list[Any]:
-    """By default Muon in all there is and every other rule at two stages, on two ranks; all of it on request."""
+    """Muon in all there is and every other rule at two stages, on two ranks; the rest are ``products``."""
     found = []
     for number, rule in enumerate(RULES):
         for place, (precision, stage) in enumerate(STAGES):
@@ -41,7 +41,7 @@ def cases() -> list[Any]:
                     chosen = size == 2 and way == (number + place) % 4 and (here or rule == "muon")
                     chosen = chosen or (size == 3 and rule == "muon" and way == stage >= 2 and precision == "fp32")
                     name = f"{rule}-{stage}-{precision}-{clip:g}-{accumulation}-{size}"
-                    marks = () if chosen else (pytest.mark.ranks34,)
+                    marks = () if chosen else (pytest.mark.products,)
                     found.append(pytest.param(rule, stage, precision, clip, accumulation, size, marks=marks, id=name))
     return found
 

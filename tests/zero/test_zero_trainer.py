@@ -19,7 +19,7 @@ from hf_emopt.checkpoint.files import problem_with
 from hf_emopt.tools.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
-SLOW = pytest.mark.ranks34
+SLOW = pytest.mark.second_tier
 
 
 @functools.cache

@@ -68,7 +68,7 @@ class Entry:
     general_ms: float
 
 
-# What ``--tune`` tries. All compile without spills (tests/linalg/test_triton_compile.py).
+# What ``--tune`` tries. All compile without spills (tests/kernels/test_triton_compile.py).
 CANDIDATES: dict[int, tuple[Config, ...]] = {
     90: (
         Config(64, 64, 64, 4, 4),

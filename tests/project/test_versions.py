@@ -13,7 +13,7 @@ from packaging.version import Version
 
 from hf_emopt.integrations.doctor import examine
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PINNED = ("transformers", "accelerate")
 
 

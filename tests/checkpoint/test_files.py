@@ -180,6 +180,7 @@ def test_classes_are_named_and_running_them_is_not_recommended(
 
 @pytest.mark.parametrize("rule", RULE_NAMES)
 @pytest.mark.parametrize("how", ["file", "full", "sharded", "flat"])
+@pytest.mark.first_tier
 def test_inspect_tells_what_is_there(tmp_path: Path, rule: str, how: str) -> None:
     model, optimizer = make(rule, "single")
     train(model, optimizer, range(3))

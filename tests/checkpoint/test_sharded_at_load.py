@@ -81,7 +81,7 @@ def resumed(folder: str, out: str, sizes: dict[str, int], each: int, optim: str,
     return {"straight": straight, "again": again, "files": files}
 
 
-EXTRA = pytest.mark.ranks34
+EXTRA = pytest.mark.second_tier
 SAVES = pytest.mark.skipif(not sharded_checkpoints.can_save(), reason="takes transformers 5.20")
 CASES = [
     pytest.param("llama", {"tp_size": 2}, "muon", "distributed", id="llama-tp2-muon-distributed"),

@@ -73,6 +73,7 @@ EVERY += [(90, config, False, False) for config in CANDIDATES[90]]
 
 
 @pytest.mark.parametrize(("arch", "config", "with_c", "same"), EVERY, ids=str)
+@pytest.mark.first_tier("arch", "same", "with_c")
 def test_every_configuration(arch: int, config: Config, with_c: bool, same: bool, tmp_path: Path) -> None:
     kernel = symmetric_product(config, arch, with_c, same=same)
     ptx = kernel.asm["ptx"]
@@ -87,6 +88,7 @@ def test_every_configuration(arch: int, config: Config, with_c: bool, same: bool
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("trans", [False, True])
 @pytest.mark.parametrize("config", [Config(128, 128, 64, 8, 3), WIDE, WIDE_FEW], ids=str)
+@pytest.mark.first_tier("trans", "scaled")
 def test_float32_results(config: Config, trans: bool, scaled: bool, tmp_path: Path) -> None:
     kernel = symmetric_product(config, 90, True, out="fp32", trans=trans, scaled=scaled)
     assert "wgmma.mma_async" in kernel.asm["ptx"]
@@ -105,6 +107,7 @@ def test_float32_results(config: Config, trans: bool, scaled: bool, tmp_path: Pa
         (-1, False, True, False, False, True),
     ],
 )
+@pytest.mark.first_tier("c")
 def test_split_products(
     c: int, active: bool, wide: bool, parts: bool, trans_a: bool, trans_b: bool, tmp_path: Path
 ) -> None:
@@ -167,6 +170,7 @@ def test_coefficients_are_no_constants() -> None:
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
 @pytest.mark.parametrize("side", [16, 32, 64])
+@pytest.mark.first_tier
 def test_one_program_a_matrix(side: int, arch: int, tmp_path: Path) -> None:
     types = {
         "x_ptr": "*fp32",
@@ -213,6 +217,7 @@ def test_memory_bound_kernels(arch: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
 @pytest.mark.parametrize("name", ["momentum", "copy", "apply", "finite"])
+@pytest.mark.first_tier
 def test_passes_over_runs(name: str, arch: int, tmp_path: Path) -> None:
     """Addresses are numbers in memory, and still loads are of 16 bytes a thread."""
     tables = {

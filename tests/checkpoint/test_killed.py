@@ -1,4 +1,4 @@
-"""A run that is killed while it saves, fifty times, and each time goes on from the newest checkpoint that is whole."""
+"""A run that is killed while it saves, many times, and each time goes on from the newest checkpoint that is whole."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from torch import Tensor, nn
 import hf_emopt
 from hf_emopt.checkpoint.files import problem_with, read_optimizer_state
 
-KILLS = 50
 LAST = 10_000
 
 
@@ -82,14 +81,15 @@ def survivor(folder: str, steps: int, pipe: Any, path: list[str]) -> None:
 
 
 @pytest.mark.timeout(400)
-def test_killed_while_saving_fifty_times(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", [5, pytest.param(50, marks=pytest.mark.second_tier)])
+def test_killed_while_saving(tmp_path: Path, kills: int) -> None:
     """Earlier checkpoints stay whole, weights of a step are the same in every life, and what died is an error to load."""
     chance = random.Random(0)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["transformers.trainer", "hf_emopt"])
     hashes: dict[int, str] = {}
     saved, died = 0, 0
-    for _ in range(KILLS):
+    for _ in range(kills):
         ours, theirs = context.Pipe(duplex=False)
         process = context.Process(target=victim, args=(str(tmp_path), theirs, list(sys.path)), daemon=True)
         process.start()
@@ -120,7 +120,7 @@ def test_killed_while_saving_fifty_times(tmp_path: Path) -> None:
                 if not (folder / "scheduler.pt").exists() and state.exists() and problem_with_file(state):
                     with pytest.raises(hf_emopt.CheckpointError, match=r"optimizer\.pt .*cannot be read"):
                         read_optimizer_state(folder)
-    assert died > 5, "some kills hit a save"
+    assert died > kills // 10, "some kills hit a save"
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(
         target=survivor, args=(str(tmp_path / "alone"), saved, theirs, list(sys.path)), daemon=True

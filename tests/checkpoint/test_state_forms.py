@@ -79,6 +79,7 @@ def check(
         ("shampoo", "fsdp2", "full"),
     ],
 )
+@pytest.mark.first_tier("layout", "state_dtype")
 def test_resumed_is_uninterrupted(
     worlds: Worlds, tmp_path: Path, rule: str, layout: str, how: str, state_dtype: str
 ) -> None:
@@ -91,8 +92,8 @@ def test_resumed_is_uninterrupted(
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        (("ddp", "file"), ("single", "file")),
-        (("single", "file"), ("fsdp2", "file")),
+        pytest.param(("ddp", "file"), ("single", "file"), marks=pytest.mark.second_tier),
+        pytest.param(("single", "file"), ("fsdp2", "file"), marks=pytest.mark.second_tier),
         (("fsdp2", "full"), ("ddp", "file")),
         (("ddp", "sharded"), ("fsdp2", "sharded")),
     ],
@@ -115,6 +116,7 @@ def test_eight_bits_are_the_same_in_another_layout(
         ("shampoo-staggered", "fsdp2", "full"),
     ],
 )
+@pytest.mark.first_tier("layout", "offloaded")
 def test_offload_on_one_side_only(
     worlds: Worlds, tmp_path: Path, rule: str, layout: str, how: str, offloaded: str
 ) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import copy
 import math
 import pickle
-import subprocess
-import sys
 from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from harness import run_alone
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -119,8 +118,4 @@ def check_files_by_rank() -> None:
 
 def test_files_by_rank_keep_their_owners() -> None:
     """In a process of its own, for its process group."""
-    code = "import test_owners_stay as t; t.check_files_by_rank()"
-    run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=__file__.rpartition("/")[0]
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
+    run_alone(check_files_by_rank)

@@ -1,6 +1,6 @@
 """How evenly work is shared, by the planner's arithmetic alone, on the matrices of public models.
 
-``python tests/test_balance.py`` prints the table.
+``python tests/distributed/test_balance.py`` prints the table.
 """
 
 from __future__ import annotations

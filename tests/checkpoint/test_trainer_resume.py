@@ -34,13 +34,18 @@ def go(worlds: Worlds, layout: str, ranks: int, folder: Path, **kwargs: Any) -> 
 @pytest.mark.parametrize(
     ("saver", "loader"),
     [
-        (("ddp", 2), ("one", 1)),
         (("one", 1), ("ddp", 2)),
-        (("ddp", 2), ("fsdp2", 2)),
         (("fsdp2", 2), ("one", 1)),
         (("fsdp2_sharded_checkpoint", 2), ("ddp", 2)),
-        (("fsdp2_sharded_checkpoint", 2), ("fsdp2_sharded_checkpoint", 4)),
-        pytest.param(("hsdp", 4), ("fsdp2", 4), marks=pytest.mark.ranks34),
+        *(
+            pytest.param(saver, loader, marks=pytest.mark.second_tier)
+            for saver, loader in (
+                (("ddp", 2), ("one", 1)),
+                (("ddp", 2), ("fsdp2", 2)),
+                (("fsdp2_sharded_checkpoint", 2), ("fsdp2_sharded_checkpoint", 4)),
+                (("hsdp", 4), ("fsdp2", 4)),
+            )
+        ),
     ],
     ids=lambda run: f"{run[0]}{run[1]}",
 )

@@ -12,7 +12,7 @@ from saved_runs import RULE_NAMES, resumed_run, saved_run
 from torch import Tensor
 from zoo import assert_close
 
-EXTRA = pytest.mark.ranks34
+EXTRA = pytest.mark.products
 
 
 def run(worlds: Worlds, function: Any, ranks: int, **kwargs: Any) -> list[dict[str, Any]]:
@@ -57,6 +57,7 @@ def same_layout_cases() -> list[Any]:
 
 
 @pytest.mark.parametrize(("rule", "at", "layout", "how"), same_layout_cases())
+@pytest.mark.first_tier("layout how", "at")
 def test_same_layout_bit_for_bit(worlds: Worlds, tmp_path: Path, rule: str, at: int, layout: str, how: str) -> None:
     """Step 7 is amid a period; gradients are left on, two parameters are frozen, two never have a gradient."""
     check(worlds, tmp_path, (layout, 2, how), (layout, 2, how), None, rule=rule, at=at)
@@ -78,6 +79,7 @@ def test_same_layout_bit_for_bit(worlds: Worlds, tmp_path: Path, rule: str, at: 
     ids=lambda run: "-".join(map(str, run)),
 )
 @pytest.mark.parametrize(("rule", "at"), [("muon", 1), ("soap-staggered", 7), ("shampoo-staggered", 3), ("normuon", 0)])
+@pytest.mark.first_tier("saver", "rule")
 def test_other_layout(
     worlds: Worlds, tmp_path: Path, rule: str, at: int, saver: tuple[str, int, str], loader: tuple[str, int, str]
 ) -> None:
@@ -101,6 +103,8 @@ def size_cases() -> list[Any]:
     for index, rule in enumerate(("muon", "normuon", "soap", "soap-staggered", "shampoo-staggered", "klshampoo")):
         for position, (saver, loader) in enumerate(pairs):
             marks = () if position % 6 == index else (EXTRA,)
+            if position not in (1, 5, 6):  # more ranks, fewer, and one: of each way of saving one
+                marks = (*marks, pytest.mark.second_tier)
             at = (3, 0, 7, 1)[(index + position) % 4]
             name = "-".join(map(str, (rule, at, *saver, *loader)))
             cases.append(pytest.param(rule, at, saver, loader, marks=marks, id=name))
@@ -116,6 +120,7 @@ def test_other_number_of_ranks(
 
 @pytest.mark.parametrize("rule", ["muon", "soap-staggered"])
 @pytest.mark.parametrize(("layout", "how"), [("ddp", "file"), ("fsdp2", "sharded"), ("fsdp2", "full")])
+@pytest.mark.first_tier("layout", "rule")
 def test_bfloat16_weights_keep_what_their_dtype_cannot_hold(
     worlds: Worlds, tmp_path: Path, rule: str, layout: str, how: str
 ) -> None:
@@ -123,6 +128,7 @@ def test_bfloat16_weights_keep_what_their_dtype_cannot_hold(
 
 
 @pytest.mark.parametrize(("layout", "how"), [("ddp", "file"), ("fsdp2", "sharded"), ("fsdp2", "full")])
+@pytest.mark.first_tier("layout")
 def test_loading_twice_into_a_live_optimizer(worlds: Worlds, tmp_path: Path, layout: str, how: str) -> None:
     """Nothing cached outlives a load, and the first step after it meets parameters without a gradient."""
     check(worlds, tmp_path, (layout, 2, how), (layout, 2, how), None, rule="soap-staggered", at=3, twice=True)
