@@ -16,8 +16,6 @@ from collections.abc import Sequence
 
 import hf_emopt  # noqa: F401 - registers the optimizers
 
-__all__ = ["main"]
-
 USAGE = "usage: python -m hf_emopt.run SCRIPT [ARGUMENTS ...]\n       python -m hf_emopt.run -m MODULE [ARGUMENTS ...]"
 
 

@@ -21,8 +21,6 @@ from hf_emopt.checkpoint.flat_state_dict import FLATS, SHAPES, SPANS, is_runs, m
 from hf_emopt.checkpoint.unpickler import PICKLE_MODULE
 from hf_emopt.state.keys import is_count
 
-__all__ = ["convert", "find_deepspeed", "layout_of", "read_deepspeed"]
-
 _RANK_FILE = re.compile(r"^(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt$")
 _MODEL_FILE = "mp_rank_00_model_states.pt"
 

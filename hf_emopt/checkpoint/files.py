@@ -25,19 +25,6 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_distribu
 
 from hf_emopt.checkpoint.unpickler import SafeUnpickler
 
-__all__ = [
-    "CheckpointError",
-    "find_fsdp_weights",
-    "find_optimizer_state",
-    "newest_checkpoint",
-    "problem_with",
-    "read_distributed",
-    "read_file",
-    "read_fsdp_weights",
-    "read_optimizer_state",
-    "read_safetensors",
-]
-
 _FOLDER = re.compile(r"^checkpoint-(\d+)$")
 _METADATA = ".metadata"
 

@@ -23,10 +23,6 @@ from hf_emopt.engine.context import StepContext
 from hf_emopt.rules.base import Group, MatrixRule
 from hf_emopt.state.keys import is_count, is_shaped
 
-__all__ = [
-    "MatchedRuns", "check_owned_runs", "emitted_runs", "is_runs", "matched_runs", "merged", "owned_runs", "whole_of",
-]  # fmt: skip
-
 SPANS, SHAPES, FLATS, OWNED, PRICED = "spans", "shapes", "flats", "owned", "priced"
 """Keys of a saved group, with an entry for each flattened parameter: ``(start, stop)`` of the saved run; the shape; ``(flat,
 offset)``, which of this rank's flat tensors has the run of the weight itself, and where; and runs whose matrices this rank

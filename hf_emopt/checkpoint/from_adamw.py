@@ -20,8 +20,6 @@ from hf_emopt.formats.master_weights import init_weight_state
 from hf_emopt.formats.moments import converted
 from hf_emopt.rules.base import Group, MatrixRule, state_dtype
 
-__all__ = ["from_adamw", "is_adamw", "trainer_decay_names"]
-
 _KEYS = frozenset({"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"})
 
 # Which parameters transformers' Trainer decays: all but those of nn.LayerNorm and those with such a name.

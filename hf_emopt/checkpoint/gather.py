@@ -24,17 +24,6 @@ from hf_emopt.rules.base import Group
 from hf_emopt.state.forms import elementwise_state, laid_out, matrix_state, part_of, shape_of_entry
 from hf_emopt.state.keys import is_count, is_shaped
 
-__all__ = [
-    "as_parameter",
-    "fresh",
-    "gathered",
-    "has_matrix_state",
-    "keep_owned",
-    "materialize",
-    "sharded_matrix_state",
-    "whole_matrix_state",
-]
-
 State = dict[str, Any]
 
 _SPREAD_NUMEL = 2**12

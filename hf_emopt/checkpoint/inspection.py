@@ -11,8 +11,6 @@ import torch
 from hf_emopt.checkpoint.deepspeed_files import find_deepspeed, read_deepspeed
 from hf_emopt.checkpoint.files import find_optimizer_state, problem_with, read_optimizer_state
 
-__all__ = ["CheckpointReport", "ParameterReport", "inspect_checkpoint"]
-
 
 @dataclass(frozen=True)
 class ParameterReport:

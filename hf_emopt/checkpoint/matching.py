@@ -18,9 +18,6 @@ from hf_emopt.routing.packing import STRUCTURAL_KEYS, unpack_matrix_views
 from hf_emopt.rules.base import Group, MatrixRule, state_dtype
 from hf_emopt.state.forms import elementwise_state, is_weight_state, matrix_state
 
-__all__ = ["PARTIAL", "STATE_VERSION", "check_groups", "live_names", "loaded_state", "matched", "merged_group"]
-
-
 STATE_VERSION = 1
 """Kept in every group as ``state_version``; grows when the meaning of a state entry changes."""
 

@@ -16,8 +16,6 @@ from hf_emopt.distributed.layout import local_gradient
 from hf_emopt.engine.context import StepContext
 from hf_emopt.rules.base import Group
 
-__all__ = ["consolidated", "emitted", "is_state_init_step", "left_behind", "with_low_bits"]
-
 _LOW_BITS = "weight_low_bits"
 
 

@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["PICKLE_MODULE", "SafeUnpickler"]
-
 ALLOWED: dict[str, frozenset[str]] = {
     # Containers and paths of the standard library, which do nothing when they are made.
     "builtins": frozenset({"set"}),

@@ -14,9 +14,6 @@ from hf_emopt.distributed.load_balance import assign
 from hf_emopt.distributed.plan import Bucket, OwnedRegion, Plan, PlannedParameter, even_spans
 from hf_emopt.distributed.tensor_parallel import owned_regions_of
 
-__all__ = ["BucketSizes", "bucket_sizes", "make_plan", "planned_sizes"]
-
-
 MAX_BUCKET_NUMEL = 2**26
 """Elements for each rank of a bucket of several shapes (256 MiB in float32): enough to fill a GPU, few compared with the
 parameters. A bucket of a single shape may have twice as many, see :class:`BucketSizes`."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["communication_dtype"]
-
 
 def communication_dtype(param_dtype: torch.dtype, device_type: str, transport_dtype: str | None) -> torch.dtype:
     """The dtype of momenta and updates that ranks exchange.

@@ -30,8 +30,6 @@ from hf_emopt.distributed.layout import Grid, Region, Storage
 from hf_emopt.distributed.plan import Bucket, OwnedRegion
 from hf_emopt.kernels.multi_tensor import Runs, contiguous_run, fits, runs_work
 
-__all__ = ["Arrival", "Exchange", "Stacks"]
-
 Slices = tuple[slice, ...]
 Stage = Literal["sent", "received", "returned", "unpacked"]
 """A buffer of the exchange. ``"sent"`` and ``"unpacked"`` hold this rank's part of each present parameter, ``"received"`` and

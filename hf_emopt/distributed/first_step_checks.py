@@ -12,8 +12,6 @@ from torch import Tensor
 
 from hf_emopt.distributed.layout import Grid
 
-__all__ = ["control_device", "verify_plan", "verify_replicas", "warm_up"]
-
 
 def control_device(group: Any) -> torch.device:
     """Where small tensors of a group's collectives have to be."""

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from hf_emopt.distributed.layout import Grid
 
-__all__ = ["FlatTensor", "Place", "cut_each", "cut_together", "local_run"]
-
 
 @dataclass(frozen=True)
 class Place:

@@ -21,32 +21,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from hf_emopt.routing.matrix_view import MatrixView
 
-__all__ = [
-    "Grid",
-    "Partition",
-    "ProcessGroupArgument",
-    "Region",
-    "Storage",
-    "UnsupportedLayoutError",
-    "build_grids",
-    "check_layout",
-    "compute_device",
-    "coordinates",
-    "grid_of",
-    "is_offloaded",
-    "is_sharded",
-    "local_gradient",
-    "local_gradients",
-    "local_tensor",
-    "local_tensors",
-    "single_grid",
-    "slices",
-    "storage_of",
-    "takes_all_ranks",
-    "whole_numel",
-    "whole_shape",
-]
-
 Region = tuple[tuple[int, int], ...]
 """Part of a tensor: ``(start, stop)`` in each dimension."""
 

@@ -11,8 +11,6 @@ import heapq
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["ShardCost", "assign"]
-
 ShardCost = Callable[[str, int], int]
 """``shard_cost(name, k)``: operations of an item on each of ``k`` ranks that share it."""
 

@@ -20,22 +20,6 @@ from hf_emopt.distributed.layout import Region, Storage, full_region
 from hf_emopt.linalg.cost import Method
 from hf_emopt.routing.matrix_view import MatrixView
 
-__all__ = [
-    "MODES",
-    "Batch",
-    "Bucket",
-    "OwnedRegion",
-    "Plan",
-    "PlannedParameter",
-    "Slicing",
-    "TensorParallel",
-    "TensorParallelMode",
-    "TensorSlices",
-    "even_spans",
-    "long_side",
-    "overlap",
-]
-
 TensorParallel = Literal["auto", "layerwise", "duplicated", "distributed", "blockwise"]
 MODES: tuple[str, ...] = get_args(TensorParallel)
 

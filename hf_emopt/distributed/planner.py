@@ -24,15 +24,6 @@ from hf_emopt.routing.matrix_view import MatrixView
 from hf_emopt.routing.packing import adapter_at, unpack_matrix_views
 from hf_emopt.rules.base import Group, MatrixRule
 
-__all__ = [
-    "as_first_planned",
-    "hyperparameters",
-    "plan_of",
-    "planned_copies",
-    "planned_matrices",
-    "world_size",
-]
-
 
 def hyperparameters(groups: Sequence[Group]) -> list[Group]:
     """The current hyperparameters of each group, from which costs are computed."""

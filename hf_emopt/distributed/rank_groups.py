@@ -23,8 +23,6 @@ from hf_emopt.distributed.layout import Grid, UnsupportedLayoutError, local_tens
 from hf_emopt.distributed.plan import Bucket, Plan
 from hf_emopt.kernels.multi_tensor import all_finite, fits, runs_work
 
-__all__ = ["ConsensusGroup", "GradientCheck", "RankGroups", "Reduction", "StepVerdict", "check_gradients"]
-
 logger = logging.getLogger("hf_emopt")
 
 _device_of = attrgetter("device")

@@ -12,8 +12,6 @@ from hf_emopt.distributed.plan import Bucket, OwnedRegion, Plan
 from hf_emopt.rules.base import MatrixRule
 from hf_emopt.rules.refresh_schedule import CALL_COST
 
-__all__ = ["Batches", "Matrix", "assign_refresh_steps", "matrix_of", "plan_refresh_steps"]
-
 Matrix = tuple[str, int, int]
 """A parameter's name, the number of a matrix view in the parameter, and the number of a matrix in the matrix view."""
 

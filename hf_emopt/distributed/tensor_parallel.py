@@ -36,15 +36,6 @@ from hf_emopt.distributed.layout import (
 from hf_emopt.distributed.plan import OwnedRegion, PlannedParameter, Slicing, TensorSlices, long_side, overlap
 from hf_emopt.routing.matrix_view import MatrixView
 
-__all__ = [
-    "UnavailableModeError",
-    "blockwise_matrix_views",
-    "owned_regions_of",
-    "sliced_dims",
-    "tensor_slices",
-]
-
-
 NAMES = frozenset({"tp", "tensor", "tensor_parallel", "model", "mp"})
 """Names of mesh dimensions of tensor parallelism; any other dimension is one of data or experts."""
 

@@ -20,8 +20,6 @@ from hf_emopt.routing.matrix_view import MatrixView
 from hf_emopt.routing.overrides import Patterns
 from hf_emopt.rules.base import Group, MatrixRule
 
-__all__ = ["Choice", "ModeOverrides", "choose_modes", "describe", "matrix_costs"]
-
 
 class ModeOverrides:
     """``tensor_parallel_modules``: modes by regular expressions on dotted names; the first that matches counts.

@@ -20,8 +20,6 @@ from hf_emopt.rules.adamw import adamw_step
 from hf_emopt.rules.base import state_dtype
 from hf_emopt.state.store import SwapIn
 
-__all__ = ["local_adamw_tasks", "step_adamw_bucket"]
-
 _PIECES = 2**16
 """From here on, numbers of pieces of state are those of AdamW's; before, of batches of matrices."""
 

@@ -19,8 +19,6 @@ from hf_emopt.kernels.multi_tensor import Runs, contiguous_run, runs_work
 from hf_emopt.routing.matrix_view import MatrixView
 from hf_emopt.rules.base import RefreshClock, Shard
 
-__all__ = ["BucketMembers"]
-
 
 class BucketMembers:
     """The parameters of a bucket that take part, and this rank's work on them.

@@ -32,8 +32,6 @@ from hf_emopt.state.forms import is_weight_state
 from hf_emopt.state.keys import is_shaped
 from hf_emopt.state.store import SwapIn
 
-__all__ = ["BucketStep", "all_gather_weights", "owned_slices"]
-
 State = dict[str, Tensor]
 
 

@@ -25,8 +25,6 @@ from hf_emopt.rules.base import Group, MatrixRule, state_dtype
 from hf_emopt.state.host_transfer import Channel, channel_to
 from hf_emopt.state.store import StateStore, SwapIn
 
-__all__ = ["ApplyStream", "RefreshSchedule", "Step", "StepContext", "StepObserver", "Task"]
-
 State = dict[str, Tensor]
 
 Task = Iterator[None]

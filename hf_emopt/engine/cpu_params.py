@@ -17,8 +17,6 @@ from hf_emopt.engine.context import StepContext
 from hf_emopt.state.host_transfer import Channel, home_of
 from hf_emopt.state.keys import is_shaped
 
-__all__ = ["FetchedSlices", "ParamSlice", "fetch"]
-
 
 @dataclass
 class ParamSlice:

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 from hf_emopt.distributed.layout import UnsupportedLayoutError, is_sharded
 
-__all__ = ["DelayedUpdates", "check_overlap"]
-
 Task = Iterator[None]
 
 

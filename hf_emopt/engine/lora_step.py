@@ -28,8 +28,6 @@ from hf_emopt.rules.base import state_dtype
 from hf_emopt.rules.lora_pairs import Factor
 from hf_emopt.state.store import SwapIn
 
-__all__ = ["LoraPairsStep"]
-
 State = dict[str, Tensor]
 
 

@@ -14,8 +14,6 @@ from hf_emopt.engine.context import Step, Task
 from hf_emopt.engine.delayed_gather import DelayedUpdates
 from hf_emopt.engine.lora_step import LoraPairsStep
 
-__all__ = ["begin_delayed", "pipeline", "run_step"]
-
 
 def run_step(step: Step, refreshes_may_outlast: bool) -> None:
     """A step that ends with its last task.

@@ -19,8 +19,6 @@ from hf_emopt.distributed.layout import is_offloaded
 from hf_emopt.engine.context import StepContext
 from hf_emopt.state.offload import StateOffload
 
-__all__ = ["EarlyFetch", "late_in_backward"]
-
 LAST_PART = 1 / 4
 """Of the matrices' elements, those whose gradients are yet to come when a room of up to three buckets is filled.
 

@@ -25,8 +25,6 @@ from hf_emopt.engine.context import StepContext
 from hf_emopt.engine.stopwatch import Stopwatch
 from hf_emopt.rules.base import Group, MatrixRule
 
-__all__ = ["Figures", "ParameterFigures", "StepMetrics"]
-
 SUMS = ("update", "weight", "momentum")
 """Squares, added up over what ranks have of a parameter."""
 

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from hf_emopt.distributed.exchange import Arrival, Exchange
 
-__all__ = ["Stopwatch"]
-
 
 class Stopwatch:
     """Adds up waits: by events of the current stream on an accelerator, by the clock on the CPU.

@@ -18,8 +18,6 @@ from torch import Tensor
 
 from hf_emopt.formats.master_weights import round_stochastically
 
-__all__ = ["FACTOR_STORAGE", "FactorStorageName", "bytes_per_element", "init_factor", "load_factor", "store_factor"]
-
 FactorStorageName = Literal["float32", "packed", "bfloat16", "float16", "int8"]
 FACTOR_STORAGE: tuple[str, ...] = ("float32", "packed", "bfloat16", "float16", "int8")
 

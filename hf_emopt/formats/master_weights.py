@@ -27,18 +27,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-__all__ = [
-    "LOW_PRECISION_WEIGHTS",
-    "WEIGHT_STATE",
-    "LowPrecisionWeights",
-    "init_weight_state",
-    "load_weights",
-    "needs_master",
-    "round_stochastically",
-    "store_weights",
-    "weight_state_key",
-]
-
 LowPrecisionWeights = Literal["split", "master", "kahan", "stochastic", "none"]
 LOW_PRECISION_WEIGHTS: tuple[str, ...] = ("split", "master", "kahan", "stochastic", "none")
 

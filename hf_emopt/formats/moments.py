@@ -34,22 +34,6 @@ from torch import Tensor
 
 from hf_emopt.formats.master_weights import round_stochastically
 
-__all__ = [
-    "STATE_DTYPES",
-    "StateDtype",
-    "coded_names",
-    "converted",
-    "is_coded",
-    "is_moment",
-    "is_scale",
-    "moment_of",
-    "packed_like",
-    "require_library",
-    "scale_shape",
-    "unpacked",
-    "update_packed",
-]
-
 State = dict[str, Tensor]
 
 StateDtype = Literal["float32", "bfloat16", "int8", "8bit"]

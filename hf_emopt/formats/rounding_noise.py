@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["moment_noise", "weight_noise"]
-
 
 def weight_noise(index: int, group: dict[str, Any], device: torch.device, shard: int = 0) -> torch.Generator | None:
     """The generator for the rounding of 16-bit weights; ``None`` where they are rounded to the nearest.

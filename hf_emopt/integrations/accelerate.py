@@ -26,8 +26,6 @@ from hf_emopt.integrations.refusals import refuse_accelerator, refuse_layouts
 from hf_emopt.integrations.registry import OPTIMIZERS, PREFIX, did_you_mean, optimizer_class
 from hf_emopt.optimizers.base import MatrixOptimizer
 
-__all__ = ["ENVIRONMENT_PREFIX", "Accelerator", "EmoptPlugin", "overruled_environment", "trainer_environment"]
-
 ENVIRONMENT_PREFIX = "EMOPT_"
 
 _TYPES: dict[str, Any] = {

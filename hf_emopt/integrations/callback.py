@@ -15,8 +15,6 @@ from hf_emopt.integrations.registry import unwrap_optimizer
 from hf_emopt.optimizers.base import MatrixOptimizer
 from hf_emopt.optimizers.diagnostics import Level, check_level
 
-__all__ = ["VARIABLE", "EmoptCallback", "MeasuringCallback", "add_to_log", "level_of_environment"]
-
 logger = logging.get_logger("transformers.hf_emopt")
 
 VARIABLE = "EMOPT_DIAGNOSTICS"

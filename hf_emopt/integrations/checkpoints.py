@@ -39,8 +39,6 @@ from hf_emopt.integrations.patching import MARK, patch
 from hf_emopt.integrations.refusals import optim_name
 from hf_emopt.integrations.registry import OPTIMIZERS, PREFIX, unwrap_optimizer
 
-__all__ = ["attach_checkpoint_hooks", "consolidate", "hook_trainer", "synchronize"]
-
 logger = logging.get_logger("transformers.hf_emopt")
 
 SYNCHRONIZED = ("save_model", "evaluate", "predict", "_load_best_model")

@@ -23,8 +23,6 @@ from hf_emopt.integrations.refusals import (
 from hf_emopt.integrations.registry import OPTIMIZERS, did_you_mean, optimizer_class
 from hf_emopt.integrations.transformers import handler_of
 
-__all__ = ["problems_of_config"]
-
 _ACCELERATE = {"compute_environment", "distributed_type", BLOCK}
 _DEEPSPEED = {
     "zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu", "optimizer", "gradient_accumulation_steps",

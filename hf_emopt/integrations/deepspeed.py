@@ -37,8 +37,6 @@ from hf_emopt.integrations.patching import MARK, patch
 from hf_emopt.integrations.refusals import config_problem, scheduler_problem
 from hf_emopt.optimizers.base import MatrixOptimizer
 
-__all__ = ["attach", "load_weights", "refuse_engine", "refuse_native_muon", "watch"]
-
 ENGINE_MODULE = "deepspeed.runtime.engine"
 WRAPPERS = (
     "stage 0, DeepSpeedZeroOptimizer (ZeRO-1 and 2), BF16_Optimizer, DeepSpeedZeroOptimizer_Stage3 (ZeRO-3) and "

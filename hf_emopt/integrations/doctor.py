@@ -22,8 +22,6 @@ from hf_emopt.integrations.config_files import problems_of_config
 from hf_emopt.integrations.sharded_checkpoints import can_save
 from hf_emopt.kernels.triton import configs, runtime
 
-__all__ = ["TESTED", "Finding", "examine", "run"]
-
 Status = Literal["ok", "note", "problem"]
 
 TESTED = {

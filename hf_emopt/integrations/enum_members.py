@@ -11,8 +11,6 @@ from __future__ import annotations
 from enum import Enum
 from typing import Any, TypeVar, cast
 
-__all__ = ["add_string_member"]
-
 E = TypeVar("E", bound=Enum)
 
 

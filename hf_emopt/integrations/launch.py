@@ -32,8 +32,6 @@ from accelerate.utils import patch_environment  # type: ignore[import-untyped]
 from hf_emopt.integrations.accelerate import ENVIRONMENT_PREFIX, EmoptPlugin
 from hf_emopt.integrations.registry import did_you_mean
 
-__all__ = ["BLOCK", "environment_of", "launch", "split_config"]
-
 BLOCK = "emopt_config"
 _USAGE = "hf-emopt launch [--config_file FILE] [options of accelerate launch] SCRIPT [its arguments]"
 _DESCRIPTION = (

@@ -22,8 +22,6 @@ from hf_emopt.integrations.visibility import visible_of
 from hf_emopt.linalg.attention_logits import logit_bound, max_logit
 from hf_emopt.routing.query_key import QueryKey, find_query_key
 
-__all__ = ["MaxLogits"]
-
 _recorders: weakref.WeakSet[MaxLogits] = weakref.WeakSet()
 _original: Callable[..., Callable[..., Any]] = AttentionInterface.get_interface
 

@@ -10,8 +10,6 @@ import torch
 import transformers
 from torch import nn
 
-__all__ = ["load_config", "load_meta_model", "random_language_model"]
-
 _FALLBACKS = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM", "AutoModel")
 
 

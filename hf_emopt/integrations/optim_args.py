@@ -18,8 +18,6 @@ from typing import Any, Literal, Union
 
 import torch
 
-__all__ = ["accepted_form", "optimizer_options", "parse_optim_args", "parse_value"]
-
 ALIASES = {"betas": "aux_betas"}
 EXAMPLE = 'optim_args="ns_steps=6, aux_lr=1e-5, betas=0.9:0.95"'
 

@@ -7,8 +7,6 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["MARK", "patch"]
-
 MARK = "__hf_emopt__"
 """Attribute of everything that this package puts into another one. A reload of the package then replaces its own work instead
 of taking it for a rival's. The attribute of a wrapper is the function that it wraps."""

@@ -12,8 +12,6 @@ from hf_emopt.integrations.max_logits import MaxLogits
 from hf_emopt.integrations.registry import unwrap_optimizer
 from hf_emopt.optimizers.qk_clip import check_options, clip_found
 
-__all__ = ["QKClipCallback"]
-
 
 class QKClipCallback(TrainerCallback):
     """Keeps attention logits under a threshold: ``Trainer(callbacks=[hf_emopt.QKClipCallback()])``.

@@ -18,22 +18,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers.training_args import TrainingArguments
 
-__all__ = [
-    "ACCELERATE_FIX",
-    "TRAINER_FIX",
-    "config_problem",
-    "deepspeed_problem",
-    "fsdp1_problem",
-    "megatron_problem",
-    "optim_name",
-    "refuse_accelerator",
-    "refuse_deepspeed",
-    "refuse_layouts",
-    "refuse_unsupported",
-    "scheduler_problem",
-    "warn_of_missing_fsdp",
-]
-
 TRAINER_FIX = "fsdp_config={'version': 2} in TrainingArguments, or fsdp_version: 2"
 ACCELERATE_FIX = "FullyShardedDataParallelPlugin(fsdp_version=2), or fsdp_version: 2 (Accelerate's own default is 1)"
 _INSTEAD = "Use FSDP2, HSDP, DeepSpeed ZeRO, tensor parallelism, DistributedDataParallel or one process"

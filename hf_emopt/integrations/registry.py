@@ -9,8 +9,6 @@ from typing import Any
 from hf_emopt.optimizers import SOAP, KLShampoo, Muon, NorMuon, Shampoo
 from hf_emopt.optimizers.base import MatrixOptimizer
 
-__all__ = ["OPTIMIZERS", "PREFIX", "did_you_mean", "optimizer_class", "unwrap_optimizer"]
-
 PREFIX = "emopt_"
 OPTIMIZERS: dict[str, type[MatrixOptimizer]] = {
     "muon": Muon,

@@ -23,8 +23,6 @@ from hf_emopt.checkpoint.files import CheckpointError
 from hf_emopt.integrations.checkpoints import all_gather_values
 from hf_emopt.integrations.registry import unwrap_optimizer
 
-__all__ = ["FOLDER", "can_save", "is_sharded_at_load", "load_optimizer", "load_weights", "permitted", "save_optimizer"]
-
 FOLDER = "optimizer_sharded"
 """Inside a checkpoint, what ``torch.distributed.checkpoint`` writes."""
 

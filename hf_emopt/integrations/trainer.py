@@ -24,8 +24,6 @@ from hf_emopt.integrations.sharded_checkpoints import (
 )
 from hf_emopt.integrations.transformers import DefaultCallback, OptimizerFactory, handler_of
 
-__all__ = ["EmoptTrainer", "EmoptTrainerMixin"]
-
 logger = logging.get_logger("transformers.hf_emopt")
 
 

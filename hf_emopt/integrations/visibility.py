@@ -9,8 +9,6 @@ from torch import Tensor, nn
 
 from hf_emopt.linalg.attention_logits import Visible
 
-__all__ = ["visible_of"]
-
 
 def visible_of(
     implementation: str | None, module: nn.Module, query: Tensor, key: Tensor, mask: Any, kwargs: dict[str, Any]

@@ -26,8 +26,6 @@ from torch import Tensor
 
 from hf_emopt.kernels.triton.runtime import current_stream, variable
 
-__all__ = ["DISABLE_VARIABLE", "clear", "recorded", "replayed"]
-
 logger = logging.getLogger("hf_emopt")
 
 DISABLE_VARIABLE = "HF_EMOPT_DISABLE_CUDA_GRAPHS"

@@ -21,9 +21,6 @@ from torch import Tensor
 from hf_emopt.kernels.multi_tensor_table import Prepared, _Chunks
 from hf_emopt.kernels.triton.runtime import current_stream, interpreting, supported
 
-__all__ = ["Runs", "all_finite", "contiguous_run", "fits", "runs_work", "whole_tensors"]
-
-
 Index = tuple[slice, ...]
 
 _dtype_of = operator.attrgetter("dtype")

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-__all__ = ["Prepared"]
-
 
 @dataclass(frozen=True)
 class _Chunks:

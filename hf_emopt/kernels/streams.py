@@ -10,8 +10,6 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-__all__ = ["SideStreams"]
-
 _HELD = 2
 
 

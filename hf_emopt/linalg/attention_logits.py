@@ -8,8 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Visible", "logit_bound", "max_logit"]
-
 _BLOCK_NUMEL = 2**24
 """Logits that are held at once, at most: 64 MiB of float32."""
 

@@ -23,8 +23,6 @@ from torch import Tensor
 from hf_emopt.linalg.matmul_precision import matmul_precision
 from hf_emopt.linalg.symmetric_batches import eye_like
 
-__all__ = ["Factor", "cholesky", "triangular_solve_right"]
-
 # Columns of a diagonal block: the work that is not in products grows with it, the number of launches falls.
 BLOCK = 256
 # Triangles of this size are inverted by substitution, larger ones from them by products. Below 64, where torch solves one

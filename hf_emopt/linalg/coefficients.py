@@ -15,14 +15,6 @@ from numbers import Real
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias, cast
 
-__all__ = [
-    "NS_COEFFICIENTS",
-    "CoefficientSet",
-    "CoefficientSpec",
-    "ResolvedCoefficients",
-    "resolve_coefficients",
-]
-
 Triple: TypeAlias = tuple[float, float, float]
 Scaling: TypeAlias = Literal["frobenius", "aol"]
 

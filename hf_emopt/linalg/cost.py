@@ -12,8 +12,6 @@ from typing import Literal
 from hf_emopt.linalg.coefficients import CoefficientSpec, resolve_coefficients
 from hf_emopt.linalg.gram_newton_schulz import find_restart_steps
 
-__all__ = ["Cost", "Method", "ShardedCost", "cheapest_form", "gram_segments", "sharded_cost"]
-
 Method = Literal["standard", "gram"]
 """The iteration on a sharded matrix, or on its Gram matrix."""
 

@@ -29,8 +29,6 @@ from hf_emopt.linalg.symmetric_batches import (
     spectral_bound,
 )
 
-__all__ = ["EigenbasisRefresh", "RefreshMethod", "eigenbasis", "eigendecomposition", "refresh_eigenbasis"]
-
 RefreshMethod: TypeAlias = Literal["orthogonal_iteration", "qr", "eigh"]
 
 # Eigenvalues below this many unit roundoffs of the largest are noise in A Q; see _shift. Of float32's and float64's own

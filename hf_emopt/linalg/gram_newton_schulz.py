@@ -43,18 +43,6 @@ from hf_emopt.linalg.symmetric_products import (
     symmul_into,
 )
 
-__all__ = [
-    "ERROR_LIMIT",
-    "find_restart_steps",
-    "gram_iterate",
-    "gram_polynomial",
-    "iterate",
-    "multiply",
-    "scales_of",
-    "standard_iterate",
-    "start_factor",
-]
-
 # How many times the error of the standard form in float16 the Gram form may have; bfloat16 costs the standard form 8 times.
 # At 3, singular values were seen to overshoot their band by 0.14, at 2.4 by 0.003.
 ERROR_LIMIT = 2.5

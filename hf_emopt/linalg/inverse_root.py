@@ -36,8 +36,6 @@ from hf_emopt.linalg.symmetric_batches import (
     spectral_bound,
 )
 
-__all__ = ["InverseRoot", "RootSolver", "inverse_root"]
-
 RootSolver: TypeAlias = Literal["eigh", "coupled_newton"]
 
 # Roots of a higher order than this are no preconditioner, and their iterations multiply the rounding by it.

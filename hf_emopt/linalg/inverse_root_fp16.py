@@ -27,8 +27,6 @@ from hf_emopt.linalg.inverse_root_schedule import Polynomial, finishes, power_de
 from hf_emopt.linalg.split_products import Parts, joined, split, split_product
 from hf_emopt.linalg.symmetric_products import kernels_pay, symmul
 
-__all__ = ["SINGLE_EPSILON", "SPLIT_ROUNDOFF", "half_newton"]
-
 SINGLE_EPSILON = 1e-3
 """The smallest share of the largest eigenvalue that factors of 11 bits are right for."""
 

@@ -19,8 +19,6 @@ import math
 from collections.abc import Callable
 from typing import Any, TypeAlias, TypeVar
 
-__all__ = ["Polynomial", "finishes", "newton_schedule", "power_deviation"]
-
 Polynomial: TypeAlias = "tuple[float, ...]"
 """``P(M)`` by its coefficients, lowest first."""
 

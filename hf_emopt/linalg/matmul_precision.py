@@ -32,17 +32,6 @@ from torch import Tensor
 from hf_emopt.linalg.symmetric_batches import power_of_two_scale
 from hf_emopt.linalg.symmetric_products import kernels_pay
 
-__all__ = [
-    "Precision",
-    "add_product",
-    "check_precision",
-    "matmul_precision",
-    "multiply_16",
-    "product",
-    "scaled_half",
-    "unit_roundoff",
-]
-
 # Squares of scales in here are float32 numbers, also times a factor such as 1 - beta; and so is what sums start from where a
 # factor of a billion meets a gradient of the least scale.
 _LEAST_SCALE, _LARGEST_SCALE = 2.0**-44, 2.0**62

@@ -19,8 +19,6 @@ from hf_emopt.linalg.coefficients import CoefficientSpec, ResolvedCoefficients, 
 from hf_emopt.linalg.gram_newton_schulz import find_restart_steps, iterate
 from hf_emopt.linalg.symmetric_products import add_product, gram, kernels_pay, symmetric_polynomial
 
-__all__ = ["Method", "Normalization", "default_dtype", "newton_schulz", "newton_schulz_flops"]
-
 Method: TypeAlias = Literal["auto", "standard", "gram"]
 Normalization: TypeAlias = Literal["scale_free", "clamp", "add"]
 

@@ -36,8 +36,6 @@ from hf_emopt.linalg.newton_schulz import (
 )
 from hf_emopt.linalg.symmetric_products import add_product, gram, symmetric_polynomial, symmul_into
 
-__all__ = ["Method", "Reduce", "newton_schulz_sharded"]
-
 Reduce = Callable[[Tensor], Tensor]
 """Reduces a contiguous tensor elementwise over the ranks that share a matrix, in place or not, and returns the result,
 which must have the same bits on all of them."""

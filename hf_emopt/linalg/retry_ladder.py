@@ -11,8 +11,6 @@ from torch import Tensor
 
 from hf_emopt.linalg.symmetric_batches import check_batch, eye_like, finite_blocks, identity_where_not
 
-__all__ = ["LadderReport", "LadderResult", "with_ladder"]
-
 # Relative to the mean eigenvalue. In float64, in which they are added, less than 1e-15 changes nothing; more than 1e-6 is
 # no longer the same preconditioner.
 _EPSILONS = (1e-15, 1e-12, 1e-9, 1e-6)

@@ -18,8 +18,6 @@ from hf_emopt.kernels.triton.configs import LOW
 from hf_emopt.linalg.matmul_precision import multiply_16
 from hf_emopt.linalg.symmetric_products import kernels_pay
 
-__all__ = ["Parts", "general_product", "gram_product", "joined", "split", "split_product"]
-
 Parts: TypeAlias = "tuple[Tensor, Tensor]"
 """``A_1`` and ``A_2``, ``(N, d, d)`` float16."""
 

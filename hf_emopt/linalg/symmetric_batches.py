@@ -11,19 +11,6 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = [
-    "block_chunks",
-    "check_batch",
-    "eye_like",
-    "finite_blocks",
-    "identity_where_not",
-    "largest_entry",
-    "power_of_two_scale",
-    "random_probes",
-    "relative_norm",
-    "spectral_bound",
-]
-
 # Checks run on this many columns in float64 at a time: 512 MiB of temporaries.
 _CHECK_NUMEL = 64 * 2**20
 

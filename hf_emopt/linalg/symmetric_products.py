@@ -18,22 +18,6 @@ from torch import Tensor
 
 from hf_emopt.kernels.triton import configs, runtime
 
-__all__ = [
-    "Backend",
-    "accumulate_gram",
-    "add_product",
-    "gram",
-    "is_plain",
-    "is_transposed",
-    "kernels_pay",
-    "normalize_cast",
-    "normalized_like",
-    "symmetric_polynomial",
-    "symmul",
-    "symmul_into",
-    "syrk",
-]
-
 Backend: TypeAlias = Literal["auto", "triton", "torch"]
 _HALF = (torch.bfloat16, torch.float16)
 _RETIRED_VARIABLE = "HF_EMOPT_KERNEL_VARIANTS"

@@ -67,8 +67,6 @@ from hf_emopt.state.forms import OffloadState, check_state_options, describe_mem
 from hf_emopt.state.offload import StateOffload
 from hf_emopt.state.store import StateStore
 
-__all__ = ["MatrixOptimizer"]
-
 _kind_of = attrgetter("shape", "dtype", "device")
 
 

@@ -11,8 +11,6 @@ from hf_emopt.optimizers.validation import validate_group
 from hf_emopt.rules.base import Group, MatrixRule
 from hf_emopt.state.forms import elementwise_state, matrix_state
 
-__all__ = ["ChangedGroups"]
-
 _FORMS = ("state_dtype", "factor_storage", "low_precision_weights")
 """They say in which form state is kept, which is made when a parameter is first stepped."""
 

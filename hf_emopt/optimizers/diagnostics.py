@@ -31,8 +31,6 @@ from torch import Tensor
 
 from hf_emopt.engine.step_metrics import Figures, ParameterFigures, StepMetrics
 
-__all__ = ["LAYERS", "PREFIX", "QUANTITIES", "Diagnostics", "Level", "check_level", "named"]
-
 Level = Literal["summary", "layers"]
 
 PREFIX = "emopt/"

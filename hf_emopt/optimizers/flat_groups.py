@@ -20,8 +20,6 @@ from hf_emopt.distributed.flat_params import FlatTensor, local_run
 from hf_emopt.distributed.layout import Partition, Storage, UnsupportedLayoutError
 from hf_emopt.rules.base import Group
 
-__all__ = ["Flattened"]
-
 
 class Flattened:
     """The flat tensors of an optimizer's groups, and the parameters in them.

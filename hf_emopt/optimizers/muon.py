@@ -10,8 +10,6 @@ from hf_emopt.optimizers.base import MatrixOptimizer
 from hf_emopt.optimizers.options import Arguments, takes
 from hf_emopt.rules.muon import MuonOptions, MuonRule, NorMuonOptions, NorMuonRule
 
-__all__ = ["Muon", "NorMuon"]
-
 
 @dataclass(eq=False, kw_only=True)
 class _Arguments(Arguments):

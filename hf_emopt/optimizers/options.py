@@ -20,8 +20,6 @@ from hf_emopt.rules.base import Group, MatrixRule
 from hf_emopt.rules.options import as_tuple, check_flags
 from hf_emopt.state.forms import OffloadState
 
-__all__ = ["Arguments", "KroneckerArguments", "takes"]
-
 P = ParamSpec("P")
 A = TypeVar("A")
 S = TypeVar("S")

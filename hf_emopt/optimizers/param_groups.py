@@ -27,9 +27,6 @@ from hf_emopt.routing.route import (
 )
 from hf_emopt.rules.base import Group, MatrixRule
 
-__all__ = ["Derived", "GroupBuilder", "check_lora_options", "describe_torch_group", "keep_parameters", "take_in"]
-
-
 ParamsArgument = nn.Module | Iterable[Any]
 
 

@@ -20,8 +20,6 @@ from hf_emopt.optimizers.base import MatrixOptimizer
 from hf_emopt.optimizers.weight_scaling import scale_slices
 from hf_emopt.routing.query_key import HeadRows, QueryKey, find_query_key
 
-__all__ = ["ClipReport", "clip_found", "qk_clip"]
-
 
 @dataclass(frozen=True)
 class ClipReport:

@@ -12,8 +12,6 @@ from hf_emopt.optimizers.param_groups import Derived
 from hf_emopt.rules.base import Group
 from hf_emopt.rules.shampoo import KLShampooRule, ShampooOptions, ShampooRule
 
-__all__ = ["KLShampoo", "Shampoo"]
-
 
 @dataclass(eq=False)
 class ShampooArguments(ShampooOptions, KroneckerArguments):

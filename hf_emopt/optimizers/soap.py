@@ -8,8 +8,6 @@ from hf_emopt.optimizers.base import MatrixOptimizer
 from hf_emopt.optimizers.options import KroneckerArguments, takes
 from hf_emopt.rules.soap import SoapOptions, SoapRule
 
-__all__ = ["SOAP"]
-
 
 @dataclass(eq=False)
 class SoapArguments(SoapOptions, KroneckerArguments):

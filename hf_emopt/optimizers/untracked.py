@@ -9,8 +9,6 @@ from torch import nn
 
 from hf_emopt.rules.base import Group
 
-__all__ = ["CHECK_EVERY", "UntrackedParameters"]
-
 CHECK_EVERY = 100
 """Steps between two readings of all parameters of the model, which take a host a millisecond or so."""
 

@@ -20,8 +20,6 @@ from hf_emopt.rules.base import Group, MatrixRule
 from hf_emopt.rules.options import check_choice
 from hf_emopt.state.forms import OffloadState
 
-__all__ = ["checked_process_group", "no_matrices_message", "offload_place", "transport_name", "validate_group"]
-
 
 def validate_group(group: Group, rule: MatrixRule, groups: Sequence[Group], defaults: Mapping[str, Any]) -> None:
     """Checks a group that is about to be added, and puts names of one meaning into one form.

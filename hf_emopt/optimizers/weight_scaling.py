@@ -14,8 +14,6 @@ from hf_emopt.engine.context import StepContext
 from hf_emopt.formats.master_weights import WEIGHT_STATE, load_weights, needs_master, store_weights
 from hf_emopt.optimizers.base import MatrixOptimizer
 
-__all__ = ["scale_slices"]
-
 State = dict[str, Tensor]
 
 

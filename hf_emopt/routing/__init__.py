@@ -1,8 +1,8 @@
 """Routing: which parts of which parameter are matrices, decided by the types of the modules that use them."""
 
-from hf_emopt.routing.architectures import ArchitectureRule, register_architecture
+from hf_emopt.routing.architectures import register_architecture
 from hf_emopt.routing.matrix_view import MatrixView
-from hf_emopt.routing.parameter import Decision, ParameterInfo, aux, matrix
+from hf_emopt.routing.parameter import ArchitectureRule, Decision, ParameterInfo, aux, matrix
 from hf_emopt.routing.route import (
     ParameterRoute,
     RouteTable,

@@ -15,8 +15,6 @@ from torch import nn
 from hf_emopt.routing import attention, blocks
 from hf_emopt.routing.parameter import ArchitectureRule, Decision, ParameterInfo, class_names
 
-__all__ = ["ArchitectureRule", "family_rule", "register_architecture"]
-
 _BY_CLASS: dict[str, list[ArchitectureRule]] = {}
 _PREDICATES: list[tuple[Callable[[nn.Module], bool], ArchitectureRule]] = []
 

@@ -16,20 +16,6 @@ from hf_emopt.routing.parameter import (
     setting,
 )
 
-__all__ = [
-    "codegen",
-    "concatenated_qkv",
-    "falcon",
-    "gated_query",
-    "gpt2",
-    "gpt_bigcode",
-    "has_conv1d_attention",
-    "is_latent_attention",
-    "latent_attention",
-    "per_head_qkv",
-    "qwen3_next_delta",
-]
-
 
 def _fused(text: str, per_head: bool) -> str:
     return f"fused {text}, one matrix per head" if per_head else f"fused {text}, split"

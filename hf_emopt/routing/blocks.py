@@ -10,24 +10,6 @@ from hf_emopt.routing.layouts import Parts, expert_stack, grouped_rows, rows
 from hf_emopt.routing.matrix_view import MatrixView
 from hf_emopt.routing.parameter import ArchitectureRule, Decision, ParameterInfo, class_names, matrix, setting
 
-__all__ = [
-    "bare_projection",
-    "concatenated",
-    "dbrx_experts",
-    "delta_parts",
-    "equal",
-    "flagged_experts",
-    "has_layout_flags",
-    "jetmoe_input",
-    "mamba2_parts",
-    "mamba_parts",
-    "multihead_attention",
-    "plain_experts",
-    "recurrent",
-    "xlnet",
-    "zamba_in_proj",
-]
-
 
 def concatenated(
     name: str, parts_of: Callable[[ParameterInfo, nn.Module], Parts | None], role: str

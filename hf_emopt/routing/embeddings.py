@@ -10,8 +10,6 @@ from torch import nn
 
 from hf_emopt.routing.parameter import ParameterInfo, class_names, global_shape
 
-__all__ = ["HEAD_NAMES", "is_embedding", "is_linear", "special_parameters"]
-
 HEAD_NAMES = frozenset({"lm_head", "classifier", "score", "qa_outputs", "embed_out", "head", "fc", "logits", "unembed"})
 """Names that a head has as a child of the model itself, compared with whole components."""
 

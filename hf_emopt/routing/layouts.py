@@ -13,8 +13,6 @@ from itertools import accumulate
 
 from hf_emopt.routing.matrix_view import MatrixView
 
-__all__ = ["conv", "expert_stack", "grouped_rows", "heads", "rows", "transposed_conv"]
-
 Parts = Sequence[tuple[str, int]]
 HeadDim = int | Mapping[str, int] | None
 

@@ -16,9 +16,6 @@ from hf_emopt.routing.matrix_view import MatrixView
 from hf_emopt.routing.parameter import ParameterInfo
 from hf_emopt.routing.table import ParameterRoute
 
-__all__ = ["adapter_side", "link_adapters"]
-
-
 _SIDES = {"lora_A": "A", "lora_B": "B", "lora_embedding_A": "A", "lora_embedding_B": "B"}
 _OTHER = {
     "lora_A": "lora_B",

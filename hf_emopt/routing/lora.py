@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from typing import Any, Literal
 
-__all__ = ["LORA_MODES", "Adapter", "LoraMode", "pack_adapter", "unpack_adapter"]
-
 LoraMode = Literal["separate", "joint"]
 LORA_MODES: tuple[str, ...] = ("separate", "joint")
 

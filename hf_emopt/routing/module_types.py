@@ -14,8 +14,6 @@ from hf_emopt.routing.link_adapters import adapter_side
 from hf_emopt.routing.matrix_view import MatrixView
 from hf_emopt.routing.parameter import Decision, ParameterInfo, aux, class_names, head_size, matrix
 
-__all__ = ["decide"]
-
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED_CONVOLUTIONS = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _RAW_CHANNELS = 4  # grey, RGB, RGBA, stereo: a convolution that reads these embeds the input

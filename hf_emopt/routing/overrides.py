@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterable, Sequence
 from hf_emopt.routing.matrix_view import MatrixView
 from hf_emopt.routing.parameter import Decision, aux, matrix
 
-__all__ = ["Overrides", "Patterns"]
-
 
 def _compile(pattern: str, option: str) -> re.Pattern[str]:
     try:

@@ -9,9 +9,6 @@ from typing import Any
 from hf_emopt.routing.lora import Adapter, unpack_adapter
 from hf_emopt.routing.matrix_view import MatrixView
 
-__all__ = ["STRUCTURAL_KEYS", "adapter_at", "pack_matrix_views", "unpack_matrix_views"]
-
-
 STRUCTURAL_KEYS = (
     "params", "param_names", "kind", "name", "units", "adapters", "lora", "tensor_parallel", "state_dtype",
 )  # fmt: skip

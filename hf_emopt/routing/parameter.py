@@ -11,19 +11,6 @@ from torch import Tensor, nn
 
 from hf_emopt.routing.matrix_view import MatrixView
 
-__all__ = [
-    "ArchitectureRule",
-    "Decision",
-    "ParameterInfo",
-    "aux",
-    "class_names",
-    "global_shape",
-    "head_size",
-    "iter_parameters",
-    "matrix",
-    "setting",
-]
-
 # Components that a wrapper adds to a name.
 _WRAPPER_COMPONENTS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 # PEFT keeps the module that it adapts or copies under these; the module one level up tells its use.

@@ -16,8 +16,6 @@ from hf_emopt.routing.matrix_view import MatrixView
 from hf_emopt.routing.overrides import Patterns
 from hf_emopt.routing.parameter import ParameterInfo, class_names, head_size, iter_parameters, setting
 
-__all__ = ["HeadRows", "QueryKey", "find_query_key"]
-
 _ATTENTION = re.compile(r"Attention|Attn")
 # Products of q and k without a softmax: no logit that could grow.
 _NO_SOFTMAX = re.compile(r"Lightning|Linear|Delta|Mamba|Performer|Fourier")

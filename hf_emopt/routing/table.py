@@ -14,8 +14,6 @@ from hf_emopt.routing.matrix_view import MatrixView
 if TYPE_CHECKING:
     from hf_emopt.routing.lora import Adapter
 
-__all__ = ["ParameterRoute", "RouteTable", "coverage_warning"]
-
 
 @dataclass(frozen=True)
 class ParameterRoute:

@@ -16,8 +16,6 @@ from hf_emopt.formats.master_weights import load_weights, store_weights
 from hf_emopt.rules.base import Group, state_dtype
 from hf_emopt.rules.options import check_betas, check_number
 
-__all__ = ["adamw_step", "apply_updates", "decay_factor", "init_adamw_state", "validate_adamw"]
-
 
 def validate_adamw(group: Group) -> None:
     """Raises ``ValueError`` when betas or eps of an auxiliary group are out of range."""

@@ -22,8 +22,6 @@ from hf_emopt.rules.options import Options
 if TYPE_CHECKING:
     from hf_emopt.routing.lora import Adapter
 
-__all__ = ["BatchKey", "Group", "MatrixRule", "RefreshClock", "Shard", "state_dtype"]
-
 Group = dict[str, Any]
 """Hyperparameters of one parameter group, as in ``torch.optim.Optimizer.param_groups``."""
 

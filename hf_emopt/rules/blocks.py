@@ -18,23 +18,6 @@ from torch import Tensor
 from hf_emopt.linalg.matmul_precision import Precision, multiply_16, scaled_half
 from hf_emopt.linalg.symmetric_products import kernels_pay
 
-__all__ = [
-    "BlockClass",
-    "BlockGrid",
-    "BlockState",
-    "FactorDim",
-    "Half",
-    "Rounded",
-    "half_mode_products",
-    "mode_product",
-    "mode_products",
-    "peak_of_basis",
-    "peak_of_positive",
-    "rounded",
-    "rounded_mode_products",
-    "unfold",
-]
-
 _LONGEST_HALF_SUM = 2**13
 
 

@@ -7,14 +7,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-__all__ = [
-    "LARGEST_CONDITION",
-    "condition_in_basis",
-    "condition_of_root",
-    "condition_of_spectrum",
-    "largest_eigenvalue",
-]
-
 LARGEST_CONDITION = 1e12
 """Condition numbers are reported up to this, so that they stay numbers where a factor is singular."""
 

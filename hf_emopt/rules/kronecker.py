@@ -26,8 +26,6 @@ from hf_emopt.rules.blocks import BlockGrid, BlockState, unfold
 from hf_emopt.rules.options import Options, check_choice, check_whole, dtype_name, option
 from hf_emopt.rules.refresh import Refresh, RefreshingRule
 
-__all__ = ["Gate", "KroneckerOptions", "KroneckerRule", "Oversize", "Refresh", "gate_of", "result_dtype"]
-
 Oversize = Literal["block", "one_sided"]
 
 _RESULT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -33,8 +33,6 @@ from torch import Tensor
 
 from hf_emopt.linalg.matmul_precision import matmul_precision
 
-__all__ = ["Factor", "inverse_sqrt", "pair_update"]
-
 
 @dataclass
 class Factor:

@@ -28,19 +28,6 @@ from hf_emopt.rules.options import Options, as_tuple, check_choice, check_number
 if TYPE_CHECKING:
     from hf_emopt.routing.lora import Adapter
 
-__all__ = [
-    "ADJUST_LR_FNS",
-    "COMPAT",
-    "AdjustLrFn",
-    "CompatName",
-    "LoraScale",
-    "MuonOptions",
-    "MuonRule",
-    "NorMuonOptions",
-    "NorMuonRule",
-    "update_scale",
-]
-
 AdjustLrFn = Literal["match_rms_adamw", "original", "spectral", "unscaled"]
 CompatName = Literal["torch", "keller", "moonlight"]
 LoraScale = Literal["product", "factor"]

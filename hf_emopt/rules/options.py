@@ -15,18 +15,6 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 
-__all__ = [
-    "Options",
-    "as_tuple",
-    "check_betas",
-    "check_choice",
-    "check_flags",
-    "check_number",
-    "check_whole",
-    "dtype_name",
-    "option",
-]
-
 T = TypeVar("T")
 
 Check = Callable[[Mapping[str, Any], str], None]

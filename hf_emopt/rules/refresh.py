@@ -24,8 +24,6 @@ from hf_emopt.rules.base import BatchKey, Group, RefreshClock
 from hf_emopt.rules.blocks import BlockState, FactorDim
 from hf_emopt.rules.refresh_schedule import ScheduledRule
 
-__all__ = ["FIRST_PENDING", "Refresh", "Refreshed", "RefreshingRule", "Snapshot", "without_async_refresh"]
-
 logger = logging.getLogger("hf_emopt")
 
 Refresh = Literal["staggered", "synchronous"]

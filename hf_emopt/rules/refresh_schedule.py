@@ -10,8 +10,6 @@ import torch
 from hf_emopt.rules.base import Group, MatrixRule, RefreshClock
 from hf_emopt.rules.blocks import BlockGrid, BlockState, FactorDim
 
-__all__ = ["CALL_COST", "ScheduledRule"]
-
 _CALL_DIM = {"cpu": 128, "cuda": 2048}
 """The dimension of a factor whose refresh takes as long as the fixed cost of a call (launches, checks, the wait of the host).
 Measured for SOAP and Shampoo: 1150 to 1900 on an H200, rounded up to a power of two here, and next to nothing on a CPU, for

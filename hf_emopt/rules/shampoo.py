@@ -35,8 +35,6 @@ from hf_emopt.rules.kronecker import Gate, KroneckerOptions, KroneckerRule, gate
 from hf_emopt.rules.options import Options, as_tuple, check_betas, check_flags, check_number, check_whole, option
 from hf_emopt.rules.refresh import FIRST_PENDING, Refreshed, Snapshot
 
-__all__ = ["Grafting", "KLShampooRule", "ShampooOptions", "ShampooRule"]
-
 Grafting = Literal["adam", "rmsprop", "adagrad", "sgd", "none"]
 RootSolverChoice = Literal["auto", RootSolver]
 

@@ -37,8 +37,6 @@ from hf_emopt.rules.kronecker import Gate, KroneckerOptions, KroneckerRule, Over
 from hf_emopt.rules.options import Options, as_tuple, check_betas, check_number, check_whole, option
 from hf_emopt.rules.refresh import Refreshed, Snapshot
 
-__all__ = ["SoapOptions", "SoapRule"]
-
 BasisMethod = RefreshMethod
 
 

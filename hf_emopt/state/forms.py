@@ -18,20 +18,6 @@ from hf_emopt.routing.packing import unpack_matrix_views
 from hf_emopt.rules.adamw import init_adamw_state
 from hf_emopt.rules.base import Group, MatrixRule
 
-__all__ = [
-    "OffloadState",
-    "check_state_options",
-    "describe_memory",
-    "elementwise_state",
-    "is_offloadable",
-    "is_weight_state",
-    "laid_out",
-    "matrix_state",
-    "part_of",
-    "shape_of_entry",
-    "state_bytes",
-]
-
 State = dict[str, Tensor]
 
 OffloadState = Literal["cpu"]

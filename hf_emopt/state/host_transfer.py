@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["PARCEL_BYTES", "Channel", "channel_to", "home_of"]
-
 PARCEL_BYTES = 2**25
 """Up to which tensors are moved together: long enough for the link's full rate, short beside a piece.
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["is_count", "is_shaped"]
-
 
 def is_count(key: str) -> bool:
     """Whether a state entry counts steps."""

@@ -27,8 +27,6 @@ from torch import Tensor
 
 from hf_emopt.state.host_transfer import PARCEL_BYTES, Channel, channel_to
 
-__all__ = ["StateOffload", "room_in_buckets"]
-
 ROOM_VARIABLE = "HF_EMOPT_OFFLOAD_BUCKETS"
 """Environment variable with the room in a step, in buckets; 3 where it is not set. More of it hides more of the link.
 

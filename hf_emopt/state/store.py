@@ -38,8 +38,6 @@ from hf_emopt.state.forms import (
 from hf_emopt.state.host_transfer import home_of
 from hf_emopt.state.offload import StateOffload
 
-__all__ = ["StateSnapshot", "StateStore", "SwapIn"]
-
 State = dict[str, Tensor]
 
 

@@ -13,8 +13,6 @@ from hf_emopt._version import __version__
 from hf_emopt.tools.commands import bench, plan
 from hf_emopt.tools.commands.outputs import check_output, said
 
-__all__ = ["main"]
-
 _DESCRIPTION = (
     "Muon, NorMuon, SOAP, Shampoo and KL-Shampoo for Hugging Face Trainer and Accelerate: plan a run before it, launch and "
     "measure it, and look into its logs and checkpoints. `hf-emopt COMMAND --help` has the options of a command."

@@ -11,8 +11,6 @@ from hf_emopt.optimizers.base import MatrixOptimizer
 from hf_emopt.routing.packing import adapter_at, unpack_matrix_views
 from hf_emopt.state.forms import state_bytes
 
-__all__ = ["StepEstimate", "estimate", "storage_choices"]
-
 
 @dataclass(frozen=True)
 class StepEstimate:

@@ -15,19 +15,6 @@ from typing import Any
 
 from hf_emopt.kernels.triton.runtime import variable
 
-__all__ = [
-    "CANDIDATES",
-    "LOW",
-    "Config",
-    "Entry",
-    "choose",
-    "choose_wide",
-    "chosen_table",
-    "load_table",
-    "measured",
-    "table_path",
-]
-
 TABLE_VARIABLE = "HF_EMOPT_KERNEL_TABLE"
 LOW = 2.0**-11
 """Factor of the second part of a split factor, :mod:`hf_emopt.kernels.triton.split_products`."""

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from hf_emopt.kernels.triton.runtime import interpreting
 
-__all__ = ["describable", "descriptor"]
-
 
 def describable(x: Tensor) -> bool:
     """Whether the copy engine can read a tensor: unit stride inside, other strides and the address multiples of 16 bytes."""

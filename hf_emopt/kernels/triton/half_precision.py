@@ -20,20 +20,6 @@ from torch import Tensor
 from hf_emopt.kernels.triton.launching import launch, specialization
 from hf_emopt.kernels.triton.runtime import multiprocessors
 
-__all__ = [
-    "BLOCK",
-    "OPTIONS",
-    "factors",
-    "factors_kernel",
-    "largest_kernel",
-    "programs_of",
-    "scaled_half",
-    "scaled_half_kernel",
-    "takes",
-    "times",
-    "times_kernel",
-]
-
 BLOCK = 4096
 OPTIONS = {"num_warps": 8}
 

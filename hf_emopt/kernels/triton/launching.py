@@ -10,8 +10,6 @@ from torch import Tensor
 
 from hf_emopt.kernels.triton.runtime import interpreting, on
 
-__all__ = ["launch", "specialization"]
-
 # Compiled kernels by everything that Triton would specialize on. Its own look-up costs as much as the rest of a launch.
 _COMPILED: dict[Hashable, Any] = {}
 

@@ -22,17 +22,6 @@ from torch import Tensor
 from hf_emopt.kernels.multi_tensor_table import Prepared
 from hf_emopt.kernels.triton.launching import launch, specialization
 
-__all__ = [
-    "apply_kernel",
-    "copy_kernel",
-    "finite_kernel",
-    "launch_apply",
-    "launch_copy",
-    "launch_finite",
-    "launch_momentum",
-    "momentum_kernel",
-]
-
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 # Sums are rounded as torch rounds them.
 _OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}

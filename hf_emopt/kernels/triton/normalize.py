@@ -20,8 +20,6 @@ from torch import Tensor
 from hf_emopt.kernels.triton.launching import launch, specialization
 from hf_emopt.kernels.triton.runtime import multiprocessors
 
-__all__ = ["cast_kernel", "exponent_of", "normalize_cast", "sum_of_squares_kernel", "times_power_of_two"]
-
 _BLOCK = 4096
 
 

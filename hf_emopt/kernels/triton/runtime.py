@@ -14,19 +14,6 @@ from contextlib import AbstractContextManager
 
 import torch
 
-__all__ = [
-    "architecture",
-    "current_stream",
-    "has_copy_engine",
-    "interpreting",
-    "kernels_disabled",
-    "multiprocessors",
-    "on",
-    "supported",
-    "triton_installed",
-    "variable",
-]
-
 DISABLE_VARIABLE = "HF_EMOPT_DISABLE_TRITON"
 _NOTHING: AbstractContextManager[object] = contextlib.nullcontext()
 

@@ -19,8 +19,6 @@ from torch import Tensor
 from hf_emopt.kernels.triton.normalize import exponent_of, times_power_of_two
 from hf_emopt.kernels.triton.runtime import interpreting
 
-__all__ = ["small_gram_newton_schulz", "small_gram_newton_schulz_kernel"]
-
 
 @triton.jit
 def _product(a, b, UPCAST: tl.constexpr):

@@ -26,8 +26,6 @@ from hf_emopt.kernels.triton.launching import launch, specialization
 from hf_emopt.kernels.triton.runtime import architecture, interpreting
 from hf_emopt.kernels.triton.symmetric_product import dot, tile_table
 
-__all__ = ["split", "split_kernel", "split_product", "split_product_kernel", "takes"]
-
 # Two sums of 128 x 128 take 128 registers of each thread; three stages of four blocks 192 KiB.
 _SIDE, _BLOCK_K = 128, 64
 _PRODUCT_OPTIONS = {"num_warps": 8, "num_stages": 3}

@@ -38,8 +38,6 @@ from hf_emopt.kernels.triton.descriptors import describable, descriptor
 from hf_emopt.kernels.triton.launching import launch, specialization
 from hf_emopt.kernels.triton.runtime import architecture, interpreting
 
-__all__ = ["dot", "symmetric_product", "symmetric_product_kernel", "takes", "tile_table"]
-
 
 @triton.jit
 def dot(a, b, acc, UPCAST: tl.constexpr):

@@ -17,8 +17,6 @@ from hf_emopt.distributed.assignment import BUCKET_VARIABLE, planned_sizes
 from hf_emopt.tools.bench.step import Maker, Row, Settings, attempt, counted
 from hf_emopt.tools.bench.step_optimizers import MATRIX_OPTIMIZERS
 
-__all__ = ["Alternative", "Verdict", "alternatives", "compare", "exposed_share", "measure_alternatives", "report"]
-
 LEAST = 0.01
 """Of a step: a smaller difference is none, whatever the spread of the steps says."""
 

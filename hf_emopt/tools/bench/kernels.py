@@ -24,8 +24,6 @@ from hf_emopt.linalg.newton_schulz import newton_schulz
 from hf_emopt.tools.bench.products import compare_products, report_products
 from hf_emopt.tools.bench.timing import Shape, device_facts, graphed, in_turn, time_ms
 
-__all__ = ["SHAPES", "compare", "exact", "plot", "report", "run", "tune"]
-
 SHAPES: tuple[Shape, ...] = (
     (12, 768, 3072),
     (24, 1024, 4096),

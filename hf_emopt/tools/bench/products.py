@@ -12,8 +12,6 @@ from torch import Tensor
 from hf_emopt.linalg.symmetric_products import syrk
 from hf_emopt.tools.bench.timing import Shape, graphed, in_turn
 
-__all__ = ["compare_products", "report_products"]
-
 Product = Callable[[Tensor], Tensor]
 _SHORT_FLOPS = 1.5e11
 _LARGEST_ERROR = 1e-2

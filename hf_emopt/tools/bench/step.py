@@ -42,24 +42,6 @@ from hf_emopt.optimizers.base import MatrixOptimizer
 from hf_emopt.tools.bench.step_models import Laid, build_model, lay_out
 from hf_emopt.tools.bench.timeline import timeline
 
-__all__ = [
-    "Clock",
-    "Maker",
-    "Row",
-    "Settings",
-    "TransformCountError",
-    "Unavailable",
-    "add_profiles",
-    "check_transforms",
-    "clean",
-    "counted",
-    "measure",
-    "measure_all",
-    "process_group",
-    "refresh_schedule",
-    "summary",
-]
-
 Row = dict[str, Any]
 
 

@@ -15,8 +15,6 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["LAYOUTS", "MODELS", "Laid", "build_model", "check_layout", "lay_out", "slice_matrices"]
-
 LAYOUTS = ("single", "ddp", "fsdp2", "hsdp", "fsdp2+tp")
 
 MODELS: dict[str, dict[str, Any]] = {

@@ -16,8 +16,6 @@ from hf_emopt.optimizers.shampoo import KLShampoo, Shampoo
 from hf_emopt.optimizers.soap import SOAP
 from hf_emopt.tools.bench.step import Maker, Settings
 
-__all__ = ["OPTIMIZERS", "Several", "adamw", "by_mesh", "split"]
-
 LR, DECAY = 1e-3, 0.1
 # Frequency and blocks of the published comparisons.
 KRONECKER: dict[str, Any] = {"precondition_frequency": 10, "max_preconditioner_dim": 2048, "matmul_precision": "fp16"}

@@ -13,8 +13,6 @@ import torch
 from hf_emopt._version import __version__
 from hf_emopt.tools.bench.step import Row, Settings, counted
 
-__all__ = ["about", "plot", "save", "table"]
-
 
 def table(rows: Sequence[Row]) -> str:
     """Figures as text, in ms; ``exposed`` needs the row without an optimizer, which is added to each row."""

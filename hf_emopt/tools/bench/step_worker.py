@@ -14,8 +14,6 @@ from hf_emopt.tools.bench.step import Settings, add_profiles, measure_all, proce
 from hf_emopt.tools.bench.step_optimizers import MATRIX_OPTIMIZERS, OPTIMIZERS
 from hf_emopt.tools.bench.step_report import about, plot, save, table
 
-__all__ = ["main"]
-
 
 def main(arguments: list[str] | None = None) -> int:
     """Measures, and on rank 0 prints and writes; 1 where an optimizer of this package could not be measured."""

@@ -6,8 +6,6 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Timeline", "timeline"]
-
 _KINDS = (
     ("collective", ("nccl",)),
     (

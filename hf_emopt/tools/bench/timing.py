@@ -8,8 +8,6 @@ from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["Shape", "device_facts", "graphed", "in_turn", "time_ms"]
-
 _Name = TypeVar("_Name")
 Shape = tuple[int, int, int]
 """Number of matrices, rows, columns."""

@@ -10,8 +10,6 @@ from typing import Any
 
 from hf_emopt.tools.commands.outputs import check_output
 
-__all__ = ["add", "run"]
-
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """The subcommand's options."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["check_output", "said"]
-
 _FIXES: dict[type[OSError], str] = {
     IsADirectoryError: "it is a folder: name a file",
     NotADirectoryError: "a part of the path is a file: name a folder there, or another place",

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from hf_emopt.optimizers.base import MatrixOptimizer
     from hf_emopt.tools.forecast.step import Machine
 
-__all__ = ["add", "build_optimizer", "run"]
-
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """The subcommand's options."""

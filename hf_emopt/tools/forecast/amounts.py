@@ -20,8 +20,6 @@ from hf_emopt.rules.base import Group
 from hf_emopt.state.forms import elementwise_state, matrix_state
 from hf_emopt.tools.forecast.layouts import Placed
 
-__all__ = ["Array", "BucketAmounts", "Kind", "Memory", "bucket_amounts", "held", "memory", "spread"]
-
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
 

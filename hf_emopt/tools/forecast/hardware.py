@@ -13,12 +13,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-__all__ = [
-    "BASIS_CALL", "BASIS_SIDE", "EFFICIENCY", "FACTOR_BYTES", "FACTOR_BYTES_HALF", "GPUS", "HALF_CALL", "HALF_SIDE", "HOST",
-    "LAUNCH_SECONDS", "NETWORKS", "NVLINK_LATENCY_US", "REFRESH_CALL", "REFRESH_SIDE", "SOFTENING", "SPLIT_SIDE", "UNFUSED",
-    "Gpu", "Host", "Network", "custom_gpu", "custom_network",
-]  # fmt: skip
-
 
 @dataclass(frozen=True)
 class Gpu:

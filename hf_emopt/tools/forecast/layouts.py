@@ -22,8 +22,6 @@ from hf_emopt.distributed.plan import Plan, PlannedParameter, TensorSlices
 from hf_emopt.distributed.tensor_parallel_choice import choose_modes
 from hf_emopt.optimizers.base import MatrixOptimizer
 
-__all__ = ["LAYOUTS", "Layout", "Placed", "check_sizes", "communication_bytes", "layout_on", "parameter_of", "place"]
-
 LAYOUTS = ("ddp", "fsdp2", "hsdp", "fsdp2+tp")
 
 

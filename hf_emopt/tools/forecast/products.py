@@ -18,8 +18,6 @@ from hf_emopt.linalg.newton_schulz import gram_pays
 from hf_emopt.rules.base import Group
 from hf_emopt.tools.forecast.hardware import GPUS, LAUNCH_SECONDS, SOFTENING, Gpu
 
-__all__ = ["has_kernels", "newton_schulz_seconds", "product_seconds"]
-
 _REFERENCE = GPUS["h200"]
 """The GPU on which the table was measured; an H100 has the same rates."""
 

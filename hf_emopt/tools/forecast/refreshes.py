@@ -17,8 +17,6 @@ from hf_emopt.rules.kronecker import KroneckerRule
 from hf_emopt.tools.forecast.amounts import Array
 from hf_emopt.tools.forecast.layouts import Placed
 
-__all__ = ["SIDE", "Refreshes", "refreshes"]
-
 SIDE = 2048
 """The side of the factor that is the unit; others count with the cube of their side."""
 

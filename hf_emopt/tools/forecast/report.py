@@ -14,8 +14,6 @@ from hf_emopt.tools.forecast.hardware import EFFICIENCY, GPUS
 from hf_emopt.tools.forecast.products import has_kernels
 from hf_emopt.tools.forecast.step import Forecast, Machine
 
-__all__ = ["figures", "model_seconds", "sources", "table"]
-
 MEASURED_RANKS = 4
 """The most ranks for which predicted steps are compared with measured ones."""
 

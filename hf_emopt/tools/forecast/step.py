@@ -28,8 +28,6 @@ from hf_emopt.tools.forecast.products import has_kernels
 from hf_emopt.tools.forecast.refreshes import refreshes
 from hf_emopt.tools.forecast.work import Passes, Work, passes, refresh_seconds, transform_work
 
-__all__ = ["AdamWForecast", "Forecast", "Machine", "forecast"]
-
 
 @dataclass(frozen=True)
 class Machine:

@@ -27,8 +27,6 @@ from hf_emopt.tools.forecast.hardware import (
 )
 from hf_emopt.tools.forecast.products import has_kernels, newton_schulz_seconds, product_seconds
 
-__all__ = ["Passes", "Work", "passes", "refresh_seconds", "transform_work"]
-
 
 @dataclass(frozen=True)
 class Work:

@@ -13,8 +13,6 @@ from hf_emopt._version import __version__
 from hf_emopt.optimizers.diagnostics import LAYERS, PREFIX, QUANTITIES
 from hf_emopt.tools.report.run_log import RunLog, read_log
 
-__all__ = ["MOST_COLUMNS", "build_page", "write_report"]
-
 MOST_COLUMNS = 800
 """Steps that the heat map shows; of more, every second, third, and so on. It has fewer pixels."""
 

@@ -12,8 +12,6 @@ from typing import Any
 
 from hf_emopt.optimizers.diagnostics import LAYERS, PREFIX
 
-__all__ = ["RunLog", "RunLogError", "read_log"]
-
 STATE = "trainer_state.json"
 _STEPS = ("step", "train/global_step", "global_step", "_step")
 _PREFIXES = ("train/", "eval/")
