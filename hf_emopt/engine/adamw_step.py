@@ -14,7 +14,7 @@ from hf_emopt.engine.bucket_members import BucketMembers
 from hf_emopt.engine.bucket_step import all_gather_weights, owned_slices
 from hf_emopt.engine.context import Step, Task
 from hf_emopt.engine.cpu_params import ParamSlice, fetch
-from hf_emopt.formats.master_weights import needs_master
+from hf_emopt.formats.master_weights import LOW_DTYPES
 from hf_emopt.formats.rounding_noise import moment_noise, weight_noise
 from hf_emopt.rules.adamw import adamw_step
 from hf_emopt.rules.base import state_dtype
@@ -69,7 +69,7 @@ def local_adamw_tasks(step: Step, names: frozenset[str]) -> list[Task]:
         chunks: list[list[Tensor]] = []
         for members in alike.values():
             first = members[0]
-            bounded = copied or group["state_dtype"] != "float32" or needs_master(first) or is_offloaded(first)
+            bounded = copied or group["state_dtype"] != "float32" or first.dtype in LOW_DTYPES or is_offloaded(first)
             chunks += _chunks(members, MAX_BUCKET_NUMEL) if bounded else [members]
         tasks += [_step_locally(step, index, params, number) for number, params in enumerate(chunks)]
     return tasks

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,6 +86,11 @@ class BucketMembers:
             )
         self._local_table: list[Runs | None] = []
         self._rows: dict[tuple[int, torch.device], Tensor] = {}
+        # For each batch: the parameter of each matrix that takes part, its refresh steps, and the schedule they are from.
+        self.clock_parts: list[tuple[tuple[int, ...], Any, tuple[tuple[int, ...], ...]]] = [
+            (tuple(self.row[self.owned[k].parameter] for k, _, size in jobs for _ in range(size)), None, ())
+            for jobs in self.jobs
+        ]
         self.shards = [self._shard(batch) for batch in self.batches]
 
     @classmethod
@@ -171,6 +177,18 @@ class BucketMembers:
                 offset += size
             self._rows[key] = torch.tensor(rows, device=device)
         return self._rows[key]
+
+    def follow_schedule(self, b: int) -> tuple[tuple[int, ...], ...]:
+        """Refresh steps of the matrices of a batch that take part, by the schedule as it is now."""
+        schedule, batch = self.context.schedule, self.batches[b]
+        steps = tuple(
+            schedule.of(self.bucket, self.every[i], u, k)
+            for (i, u), size in zip(batch.jobs, batch.sizes)
+            if i in self.owned_at
+            for k in range(size)
+        )
+        self.clock_parts[b] = self.clock_parts[b][0], schedule.steps, steps
+        return steps
 
     @cached_property
     def first_clocks(self) -> list[RefreshClock]:

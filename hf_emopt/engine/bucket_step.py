@@ -71,7 +71,11 @@ class BucketStep:
         self.states, self._kept = known.states, known.local
         self.param_steps = [1] * len(self.states)
         if self.rule.scheduled:
-            self.param_steps = [self.context.schedule.next_param_step(state) for state in self.states]
+            for state in self.states:
+                if "rounds" not in state:  # counted on the host
+                    state["rounds"] = torch.zeros((), dtype=torch.int64)
+                state["rounds"].add_(1)
+            self.param_steps = [int(state["rounds"]) for state in self.states]
         # Whether the state of slices, and that of matrices, is computed with as it is kept.
         self._direct = store.is_direct(self.group, members.on_host)
         self._matrix_direct = self._direct and store.offload is None
@@ -274,15 +278,12 @@ class BucketStep:
     def _clock(self, b: int) -> RefreshClock:
         """What time it is for each matrix of a batch that takes part."""
         members, schedule = self.members, self.context.schedule
-        batch = members.batches[b]
-        jobs = [(members.every[i], u, size) for (i, u), size in zip(batch.jobs, batch.sizes) if i in members.owned_at]
+        parameters, known, refresh_steps = members.clock_parts[b]
+        if known is not schedule.steps:
+            refresh_steps = members.follow_schedule(b)
         key = (members.index, b) if members.complete else None
-        return RefreshClock(
-            tuple(self.param_steps[members.row[s.parameter]] for s, _, size in jobs for _ in range(size)),
-            tuple(schedule.of(members.bucket, s, u, k) for s, u, size in jobs for k in range(size)),
-            key,
-            key is not None and self.step.undisturbed and self._matrix_direct,
-        )
+        undisturbed = key is not None and self.step.undisturbed and self._matrix_direct
+        return RefreshClock(tuple([self.param_steps[k] for k in parameters]), refresh_steps, key, undisturbed)
 
     # ------------------------------------------------------------------ stacks of matrices
 
@@ -328,10 +329,14 @@ class BucketStep:
 
     def _stack(self, b: int, inputs: Sequence[Tensor]) -> Tensor | None:
         """``(B, m, n)`` of a batch from its owned regions; ``None`` where none of it takes part."""
-        parts = [view.extract(inputs[k]) for k, view, _ in self.members.jobs[b]]
-        if not parts:
+        members, jobs = self.members, self.members.jobs[b]
+        if not jobs:
             return None
-        return (parts[0] if len(parts) == 1 else torch.cat(parts)).to(self.members.device)
+        if members.whole[b]:
+            parts = [inputs[k].reshape(size, *members.batches[b].shape) for k, _, size in jobs]
+        else:
+            parts = [view.extract(inputs[k]) for k, view, _ in jobs]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).to(members.device)
 
     # ------------------------------------------------------------------ apply: where the parameter is
 

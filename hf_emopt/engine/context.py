@@ -62,12 +62,6 @@ class RefreshSchedule:
         """Refresh steps of the pieces of a matrix, the ``b``-th of a matrix view."""
         return self.steps[matrix_of(bucket, owned_region, matrix_view, b)]
 
-    @staticmethod
-    def next_param_step(state: State) -> int:
-        """Counts the steps that a parameter took part in, on the host."""
-        state.setdefault("rounds", torch.zeros((), dtype=torch.int64)).add_(1)
-        return int(state["rounds"])
-
 
 class ApplyStream:
     """A stream on which updates of other ranks are waited for and applied, while the current stream goes on with the products

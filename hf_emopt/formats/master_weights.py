@@ -33,12 +33,12 @@ LOW_PRECISION_WEIGHTS: tuple[str, ...] = ("split", "master", "kahan", "stochasti
 WEIGHT_STATE = ("weight_low_bits", "master_weight", "weight_compensation")
 """Entries of state that keep what a 16-bit weight cannot hold."""
 
-_LOW = (torch.bfloat16, torch.float16)
+LOW_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def needs_master(param: Tensor) -> bool:
     """Whether a parameter's dtype is too coarse to be stepped in place."""
-    return param.dtype in _LOW
+    return param.dtype in LOW_DTYPES
 
 
 def load_weights(params: Sequence[Tensor], states: Sequence[dict[str, Tensor]], policy: str) -> list[Tensor]:
@@ -84,7 +84,7 @@ def init_weight_state(param: Tensor, policy: str) -> dict[str, Tensor]:
 
 def weight_state_key(dtype: torch.dtype, policy: str) -> str | None:
     """The entry of state that a policy keeps for weights of a dtype."""
-    if dtype not in _LOW or policy in ("stochastic", "none"):
+    if dtype not in LOW_DTYPES or policy in ("stochastic", "none"):
         return None
     if policy == "master":
         return "master_weight"

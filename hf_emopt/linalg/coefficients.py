@@ -266,6 +266,13 @@ def _unknown_name(name: str) -> ValueError:
     return ValueError(f"unknown coefficient set {name!r}: {hint}known sets are {', '.join(sorted(NS_COEFFICIENTS))}")
 
 
+def hashable(spec: CoefficientSpec) -> CoefficientSpec:
+    """Coefficients as a key of a cache: lists, which a checkpoint in JSON makes of tuples, as tuples again."""
+    if isinstance(spec, list):
+        return tuple(tuple(row) if isinstance(row, list) else row for row in spec)
+    return spec
+
+
 def resolve_coefficients(spec: CoefficientSpec, steps: int | None = None) -> ResolvedCoefficients:
     """Turns what a user gives into the exact steps of an iteration.
 

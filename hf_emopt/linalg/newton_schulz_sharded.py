@@ -13,11 +13,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from hf_emopt.linalg.coefficients import CoefficientSpec, ResolvedCoefficients, resolve_coefficients
+from hf_emopt.linalg.coefficients import CoefficientSpec, ResolvedCoefficients, hashable, resolve_coefficients
 from hf_emopt.linalg.cost import Form, Method, cheapest_form
 from hf_emopt.linalg.gram_newton_schulz import (
     find_restart_steps,
@@ -138,14 +139,11 @@ def newton_schulz_sharded(
             ``full_shape``; rows of square matrices with a coefficient set that rescales rows; the Gram form without
             ``index``.
     """
-    check_input(x)
+    if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim < 2:
+        check_input(x)
     dim = _check_slice(x, dim, full_shape, start, parts)
-    resolved = resolve_coefficients(coefficients, steps)
-    check_method(method, dtype, normalization, resolved)
-    if dtype is None:
-        dtype = torch.float16 if method == "gram" and x.device.type == "cuda" else default_dtype(x.device)
-    dtype = check_dtype(dtype)
-    floor = check_normalization(normalization, eps, resolved)
+    spec = hashable(coefficients) if isinstance(coefficients, list) else coefficients
+    resolved, dtype, floor = _settings(spec, steps, dtype, eps, normalization, method, x.device)
     if resolved.scaling == "aol" and dim == -2 and full_shape[0] == full_shape[1]:
         raise ValueError(
             f"coefficient set {resolved.name!r} rescales rows of square matrices, which are whole only when these are cut "
@@ -164,7 +162,7 @@ def newton_schulz_sharded(
         return _gram_form(matrices, dim == -2, resolved, dtype, all_reduce, parts, index).reshape(x.shape)
     y = matrices.mT if dim == -2 else matrices
     short, long = min(full_shape), max(full_shape)
-    form = cheapest_form(short, long, parts)[0]
+    form = _form(short, long, parts)
     part = _Slice(short, long, start, start + x.shape[dim], form, all_reduce, all_reduce_max)
     if normalization == "scale_free":
         y = _normalize_scale_free(y, part, resolved, dtype)
@@ -175,6 +173,29 @@ def newton_schulz_sharded(
     for a, b, c in resolved.steps:
         y = _step(y, part, a, b, c)
     return (y.mT if dim == -2 else y).reshape(x.shape)
+
+
+@lru_cache(maxsize=256, typed=True)
+def _settings(
+    coefficients: CoefficientSpec,
+    steps: int | None,
+    dtype: torch.dtype | None,
+    eps: float | None,
+    normalization: Normalization,
+    method: Method,
+    device: torch.device,
+) -> tuple[ResolvedCoefficients, torch.dtype, float]:
+    """Coefficients, dtype of the products and floor of the normalization, checked once for each set of arguments."""
+    resolved = resolve_coefficients(coefficients, steps)
+    check_method(method, dtype, normalization, resolved)
+    if dtype is None:
+        dtype = torch.float16 if method == "gram" and device.type == "cuda" else default_dtype(device)
+    return resolved, check_dtype(dtype), check_normalization(normalization, eps, resolved)
+
+
+@lru_cache(maxsize=4096)
+def _form(short: int, long: int, parts: int) -> Form:
+    return cheapest_form(short, long, parts)[0]
 
 
 def _check_slice(x: Tensor, dim: int, full_shape: tuple[int, int], start: int, parts: int) -> int:

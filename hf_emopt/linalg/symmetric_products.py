@@ -11,6 +11,7 @@ rounding points: float32 sums, one rounding at the end, the lower triangle mirro
 from __future__ import annotations
 
 import functools
+import os
 from typing import Literal, TypeAlias
 
 import torch
@@ -55,6 +56,8 @@ def kernels_pay(device: torch.device) -> bool:
     Raises:
         ValueError: the environment names variants of kernels, which there are no longer.
     """
+    if device.type == "cpu" and "TRITON_INTERPRET" not in os.environ:
+        return False
     return _pay(device, runtime.kernels_disabled(), runtime.interpreting(), configs.chosen_table())
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from hf_emopt.formats.master_weights import load_weights, store_weights
+from hf_emopt.formats.master_weights import LOW_DTYPES, load_weights, store_weights
 from hf_emopt.rules.base import Group, state_dtype
 from hf_emopt.rules.options import check_betas, check_number
 
@@ -47,8 +47,8 @@ def adamw_step(
         ok: scalar bool on the device; ``False`` leaves parameters, moments and ``step`` as they are.
         generator: see :func:`~hf_emopt.formats.master_weights.store_weights`.
     """
-    policy = group["low_precision_weights"]
-    weights = load_weights(params, states, policy)
+    policy, low = group["low_precision_weights"], params[0].dtype in LOW_DTYPES
+    weights = load_weights(params, states, policy) if low else list(params)
     if group["compat"] == "moonlight":
         _moonlight_adamw(weights, grads, states, group, ok)
     else:
@@ -80,7 +80,8 @@ def adamw_step(
         for tensor, row, order in zip(changed, rows, orders * 3):
             if row is not tensor and row.data_ptr() != tensor.data_ptr():
                 (tensor if order is None else tensor.permute(order)).copy_(row)
-    store_weights(params, weights, states, policy, generator)
+    if low:
+        store_weights(params, weights, states, policy, generator)
 
 
 def _memory_order(tensor: Tensor) -> tuple[int, ...] | None:
@@ -98,7 +99,11 @@ def _in_order(tensor: Tensor, order: tuple[int, ...] | None) -> Tensor:
 
 
 def _moonlight_adamw(
-    weights: list[Tensor], grads: Sequence[Tensor], states: Sequence[dict[str, Tensor]], group: Group, ok: Tensor | None
+    weights: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    states: Sequence[dict[str, Tensor]],
+    group: Group,
+    ok: Tensor | None,
 ) -> None:
     """AdamW with eps beside the uncorrected second moment, as in Moonlight's toy_train.py."""
     beta1, beta2 = group["betas"]
@@ -146,7 +151,7 @@ def apply_updates(
     """``p <- (1 - lr wd) p - lr u``, in place, with the decay by the base learning rate.
 
     Args:
-        params: parameters of one device.
+        params: parameters of one device and one dtype.
         updates: what the rule's transform returned, shaped like the parameters; overwritten.
         states: where 16-bit weights keep what they cannot hold.
         group: ``lr``, ``weight_decay``, ``low_precision_weights``; and where a rule has them ``cautious_weight_decay``,
@@ -156,8 +161,8 @@ def apply_updates(
     """
     if not params:
         return
-    lr, policy = group["lr"], group["low_precision_weights"]
-    weights = load_weights(params, states, policy)
+    lr, policy, low = group["lr"], group["low_precision_weights"], params[0].dtype in LOW_DTYPES
+    weights = load_weights(params, states, policy) if low else list(params)
     wide = [u if u.dtype == w.dtype else u.to(w.dtype) for u, w in zip(updates, weights)]
     gate = 1.0 if ok is None else ok.to(weights[0].dtype)
     shrink = decay_factor(group, lr)
@@ -173,4 +178,5 @@ def apply_updates(
     torch._foreach_add_(weights, wide)
     if decays and after:
         torch._foreach_mul_(weights, 1.0 - shrink * gate)
-    store_weights(params, weights, states, policy, generator)
+    if low:
+        store_weights(params, weights, states, policy, generator)

@@ -21,7 +21,7 @@ from torch import Tensor
 from hf_emopt.formats.kronecker_factors import FactorStorageName, init_factor, load_factor, store_factor
 from hf_emopt.linalg.matmul_precision import Precision, matmul_precision, scaled_half
 from hf_emopt.linalg.symmetric_products import accumulate_gram
-from hf_emopt.rules.base import Group, RefreshClock, state_dtype
+from hf_emopt.rules.base import Group, RefreshClock
 from hf_emopt.rules.blocks import BlockGrid, BlockState, unfold
 from hf_emopt.rules.options import Options, check_choice, check_whole, dtype_name, option
 from hf_emopt.rules.refresh import Refresh, RefreshingRule
@@ -86,7 +86,7 @@ class KroneckerRule(RefreshingRule):
         ok: Tensor | None,
     ) -> list[Tensor]:
         """The gradient itself, plus the decay if it is of the L2 kind. All state is the owner's."""
-        wide = [g.to(state_dtype(p)) for g, p in zip(grads, params)]
+        wide = [g.to(torch.promote_types(p.dtype, torch.float32)) for g, p in zip(grads, params)]
         if group["weight_decay_type"] == "l2" and group["weight_decay"]:
             wide = [g.add(p.to(g.dtype), alpha=group["weight_decay"]) for g, p in zip(wide, params)]
         if ok is None:
@@ -131,7 +131,8 @@ class KroneckerRule(RefreshingRule):
 
     def factor(self, block: BlockState, d: int, group: Group) -> Tensor:
         """The factor of dimension ``d`` as ``(N * count, b_d, b_d)``, in the dtype of the mathematics."""
-        full = load_factor(block.state, block.key("factor", d), block.sizes[d], group["factor_storage"])
+        key, storage = block.key("factor", d), group["factor_storage"]
+        full = block.state[key] if storage == "float32" else load_factor(block.state, key, block.sizes[d], storage)
         return full.view(-1, *full.shape[2:]).to(block.state["count"].dtype)
 
     def update_factor(

@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from hf_emopt.linalg.coefficients import resolve_coefficients
+from hf_emopt.linalg.coefficients import CoefficientSpec, hashable, resolve_coefficients
 from hf_emopt.linalg.cost import Method, ShardedCost, sharded_cost
 from hf_emopt.linalg.newton_schulz import newton_schulz, newton_schulz_flops
 from hf_emopt.linalg.newton_schulz_sharded import newton_schulz_sharded
@@ -319,8 +319,9 @@ class MuonRule(MatrixRule):
 
     def can_shard(self, group: Group) -> bool:
         # Another implementation's bits need its order of products; rescaled rows have to be whole.
-        resolved = resolve_coefficients(group["ns_coefficients"], group["ns_steps"])
-        return group["compat"] is None and resolved.scaling == "frobenius"
+        spec = group["ns_coefficients"]
+        spec = hashable(spec) if isinstance(spec, list) else spec
+        return group["compat"] is None and _scaling(spec, group["ns_steps"]) == "frobenius"
 
     def orthogonalize_shard(self, x: Tensor, group: Group, shard: Shard) -> Tensor:
         """This rank's part of the polar factor; :meth:`orthogonalize` for cut matrices.
@@ -479,6 +480,12 @@ class NorMuonRule(MuonRule):
         method, work = super().shard_work(m, n, k, dim, group)
         rows = (m,) if dim == -1 else ()  # the moments of rows that are cut, then the norms before and after
         return method, replace(work, reductions=(*work.reductions, *rows, 2))
+
+
+@lru_cache(maxsize=256, typed=True)
+def _scaling(coefficients: CoefficientSpec, steps: int | None) -> str:
+    """How the iteration scales its input, looked up once for each set of coefficients."""
+    return resolve_coefficients(coefficients, steps).scaling
 
 
 _OURS = Compat("clamp", 1e-7, "ema", False, None, "this package")

@@ -104,6 +104,7 @@ class RefreshingRule(ScheduledRule):
         self.failures = 0
         self.ladder = LadderReport()
         self._streams = SideStreams("refresh", STREAMS)
+        self._streams_used = False
         self._calls = 0
         self._pending: dict[BatchKey, PendingRefresh] = {}
         self._first_pending: dict[BatchKey | None, frozenset[tuple[int, int, int]]] = {}
@@ -240,13 +241,14 @@ class RefreshingRule(ScheduledRule):
             return
         index, state = self._calls % STREAMS, blocks[0].state  # of all blocks of the batch
         self._calls += 1
+        self._streams_used = True
         used = [x for x in (*state.values(), ok) if x is not None and x.device == device]
         self.refresh(blocks, group, ok, clock, self._streams.on(device, index, used))
 
     def join(self) -> None:
         self._calls = 0  # a period later the same batch is on the same stream, which has its graph
         # A stream that is recorded has waited for everything before.
-        if self._streams.is_used and not torch.cuda.is_current_stream_capturing():
+        if self._streams_used and not torch.cuda.is_current_stream_capturing():
             self._streams.wait()
 
     # ------------------------------------------------------------------ the first refresh, made up for
