@@ -7,6 +7,7 @@ anywhere, and which parameters have one. The host does not read it unless a grad
 from __future__ import annotations
 
 import logging
+import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -83,7 +84,8 @@ def check_gradients(groups: Sequence[dict[str, Any]], checks_finite: bool = True
 
 def _all_finite(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """Scalar bool on the device of all tensors: whether every number is finite."""
-    if device.type != "cpu" and runs_work(device) and fits(tensors, device):
+    kernels = device.type != "cpu" or "TRITON_INTERPRET" in os.environ
+    if kernels and runs_work(device) and fits(tensors, device):
         return all_finite(tensors)
     # The largest absolute value overflows only where a gradient itself has, unlike a sum of squares.
     largest = torch._foreach_norm(list(tensors), ord=float("inf"))

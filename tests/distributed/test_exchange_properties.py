@@ -178,21 +178,21 @@ def check(bucket: Bucket, present: list[int], factor: float) -> None:
 
     owned = [[cut_out(wholes[o.parameter], o.region) for o in rank.owned] for rank in ranks]
     if bucket.sends:
-        arrivals = [rank.send(local(wholes, rank)) for rank in ranks]
+        arrivals = [rank.storage_to_compute(local(wholes, rank)) for rank in ranks]
         for rank, arrival, wanted in zip(ranks, arrivals, owned):
             found = [torch.full_like(tensor, torch.nan) for tensor in wanted]
-            rank.receive(arrival, found)
+            rank.unpack("received", arrival, found)
             assert all(map(torch.equal, found, wanted))
 
     def each(call: Callable[[Exchange, Any], Arrival], values: list[Any]) -> list[Arrival]:
         return [call(rank, value) for rank, value in zip(ranks, values)]
 
     made = [[tensor + 1 for tensor in tensors] for tensors in owned]
-    given = each(lambda rank, outputs: rank.give(outputs, [factor] * len(outputs)), made)
-    for rank, arrival in zip(ranks, each(Exchange.share, given)):
+    given = each(lambda rank, outputs: rank.compute_to_storage(outputs, [factor] * len(outputs)), made)
+    for rank, arrival in zip(ranks, each(Exchange.all_gather_replicas, given)):
         wanted = local({index: (tensor + 1) * factor for index, tensor in wholes.items()}, rank)
         found = [torch.full_like(tensor, torch.nan) for tensor in wanted]
-        rank.take(arrival, found)
+        rank.unpack("unpacked", arrival, found)
         for index, a, b in zip(present, found, wanted):
             held = torch.zeros_like(b, dtype=torch.bool)
             for _, place in storages[index].held(rank.grid.shard):

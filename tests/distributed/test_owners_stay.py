@@ -18,7 +18,6 @@ import hf_emopt
 from hf_emopt.checkpoint.flat_state_dict import PRICED
 from hf_emopt.distributed.flat_params import FlatTensor, cut_together
 from hf_emopt.distributed.layout import Grid
-from hf_emopt.optimizers.flat_groups import Flattened
 
 RANKS = 4
 SHAPES = [(32, 32), (8, 64), (16, 48), (24, 16)] * 5
@@ -66,7 +65,7 @@ def flattened(frequency: int) -> tuple[hf_emopt.SOAP, list[torch.Tensor]]:
         cut = cut_together(shapes, offsets, length, RANKS, 0)
         flats.append(FlatTensor(whole[:length].clone(), number, cut, grid, torch.device("cpu")))
         group["params"] = [flats[-1].tensor]
-    optimizer._flattened = Flattened(optimizer.param_groups, flats, checked=True)
+    optimizer.attach_wrapper(flats)
     return optimizer, [flat.tensor for flat in flats]
 
 
@@ -98,7 +97,7 @@ def check_files_by_rank() -> None:
         loading, flats = flattened(frequency)
         loading.load_state_dict(copy.deepcopy(saved))
         assert owned(loading) == first  # also before a step
-        with loading._flattened.exposed(loading):  # type: ignore[union-attr]
+        with loading.as_built():
             entries = {n: loading.state[p] for g in loading.param_groups for n, p in zip(g["param_names"], g["params"])}
             there = {
                 name for name, entry in entries.items() if any("." in key and v.numel() for key, v in entry.items())

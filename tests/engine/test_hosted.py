@@ -15,7 +15,6 @@ import hf_emopt
 from hf_emopt.distributed.flat_params import FlatTensor, cut_together
 from hf_emopt.distributed.layout import Grid
 from hf_emopt.optimizers.base import MatrixOptimizer
-from hf_emopt.optimizers.flat_groups import Flattened
 
 STEPS = 4
 RULES: dict[str, tuple[type, dict[str, Any]]] = {
@@ -54,7 +53,7 @@ def flatten(optimizer: MatrixOptimizer, device: torch.device, pinned: bool) -> l
         places = cut_together(shapes, offsets, flat.numel(), 1, 0)
         flats.append(FlatTensor(flat, index, places, grid, device, offloaded=True, pinned=pinned))
         group["params"] = [flat]
-    optimizer._flattened = Flattened(optimizer.param_groups, flats, checked=True)
+    optimizer.attach_wrapper(flats)
     return [flat.tensor for flat in flats]
 
 
