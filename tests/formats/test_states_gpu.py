@@ -38,11 +38,11 @@ def test_offload_changes_no_bit(rule: str, state_dtype: str) -> None:
         ends.append([p.detach().clone() for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*ends))
     engine = optimizer.current_context()
-    assert 0 < engine.offload.resident_bytes <= engine.offload.largest_bytes
+    assert 0 < engine.store.offload.resident_bytes <= engine.store.offload.largest_bytes
     held = [(k, v) for s in optimizer.state.values() for k, v in s.items() if k not in ("step", "rounds")]
     assert all(v.device.type == "cpu" and (v.is_pinned() or k.startswith("pending")) for k, v in held)
-    assert engine.offload.resident_bytes == 0  # state was asked for
-    assert engine.offload.peak_bytes <= room_in_buckets() * engine.offload.largest_bytes
+    assert engine.store.offload.resident_bytes == 0  # state was asked for
+    assert engine.store.offload.peak_bytes <= room_in_buckets() * engine.store.offload.largest_bytes
 
 
 def test_codes_are_the_nearest_on_a_gpu_too() -> None:

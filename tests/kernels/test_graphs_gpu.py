@@ -98,8 +98,8 @@ def test_large_matrices_and_the_variable_are_launched(monkeypatch: pytest.Monkey
 
 FAILING = """
 import logging, torch
-from hf_emopt.linalg import cuda_graphs
-from hf_emopt.linalg.cuda_graphs import replayed
+from hf_emopt.kernels import cuda_graphs
+from hf_emopt.kernels.cuda_graphs import replayed
 said = []
 logging.getLogger("hf_emopt").addHandler(type("Kept", (logging.Handler,), {"emit": lambda self, r: said.append(r)})())
 a = torch.ones(2, 8, 8, device="cuda")
