@@ -152,13 +152,12 @@ def _tensor_parallelism() -> Finding:
     import transformers.distributed
 
     status: Status = "note"
-    if not hasattr(transformers.distributed, "DistributedConfig"):
-        text = "transformers has no DistributedConfig: upgrade it to shard models while they load"
-    elif not can_save():
+    text = "transformers has no DistributedConfig: upgrade it to shard models while they load"
+    if hasattr(transformers.distributed, "DistributedConfig"):
         text = "trains; saving the optimizer of a model that was sharded while it was loaded takes transformers 5.20"
-    else:
-        status = "ok"
-        text = "transformers' DistributedConfig (tp_size, ep_size); tensor_parallel=auto picks the cheapest way for each matrix"
+        if can_save():
+            status, way = "ok", "tensor_parallel=auto picks the cheapest way for each matrix"
+            text = f"transformers' DistributedConfig (tp_size, ep_size); {way}"
     return Finding("backends", "tensor parallel", status, text)
 
 
