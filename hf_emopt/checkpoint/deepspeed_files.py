@@ -1,7 +1,6 @@
 """Checkpoints of DeepSpeed as files: the state of an optimizer of this package, and the float32 weights, made whole.
 
-The files of all ranks are read without DeepSpeed, and no code is run from them
-(:mod:`hf_emopt.checkpoint.unpickler`).
+The files of all ranks are read without DeepSpeed, and no code is run from them (:mod:`hf_emopt.checkpoint.unpickler`).
 """
 
 from __future__ import annotations
@@ -74,45 +73,34 @@ def _parts(folder: Path) -> list[dict[str, Any]]:
 
 
 def _state_of(part: dict[str, Any], folder: Path) -> dict[str, Any]:
-    for key in ("base_optimizer_state", "optimizer_state_dict"):
-        if key in part:
-            part = part[key]
-            break
+    if isinstance(part, dict):
+        part = part.get("base_optimizer_state") or part.get("optimizer_state_dict") or part
     if not isinstance(part, dict) or "param_groups" not in part or not any("rule" in g for g in part["param_groups"]):
         raise CheckpointError(f"{folder} was not saved with an optimizer of hf_emopt")
     return part
 
 
 def read_deepspeed(path: str | Path, only_description: bool = False) -> dict[str, Any]:
-    """The whole ``state_dict`` of the optimizer in a checkpoint of DeepSpeed, on the host.
-
-    Args:
-        path: as in :func:`convert`.
-        only_description: tensors other than counts come without their contents, on the meta device.
-
-    Raises:
-        CheckpointError: naming the file and what is wrong with it.
-    """
+    """As :func:`hf_emopt.checkpoint.files.read_optimizer_state`, from DeepSpeed's files."""
     folder = _found(path)
-    return _whole_state(folder, _parts(folder), only_description)
-
-
-def _whole_state(folder: Path, parts: list[dict[str, Any]], only_description: bool = False) -> dict[str, Any]:
-    states = [_state_of(part, folder) for part in parts]
+    states = [_state_of(part, folder) for part in _parts(folder)]
     if only_description:
         for state in states:
             state["state"] = {
                 index: {key: value if is_count(key) else value.to("meta") for key, value in entry.items()}
                 for index, entry in state["state"].items()
             }
+    return _whole_state(folder, states)
+
+
+def _whole_state(folder: Path, states: list[dict[str, Any]]) -> dict[str, Any]:
     try:
         return merged(states) if is_runs(states[0]) else states[0]
     except ValueError as error:
         raise CheckpointError(f"{folder}: {error}") from error
 
 
-def _whole_weights(folder: Path, parts: list[dict[str, Any]]) -> dict[str, Tensor]:
-    states = [_state_of(part, folder) for part in parts]
+def _whole_weights(folder: Path, parts: list[dict[str, Any]], states: list[dict[str, Any]]) -> dict[str, Tensor]:
     groups = states[0]["param_groups"]
     weights: dict[str, Tensor] = {}
     if not is_runs(states[0]):
@@ -133,7 +121,7 @@ def _whole_weights(folder: Path, parts: list[dict[str, Any]]) -> dict[str, Tenso
                 if start < stop:
                     pieces.append(((start, stop), tensors[flat].detach()[offset : offset + stop - start]))
             try:
-                weights[name] = whole_of(name, sorted(pieces, key=lambda piece: piece[0]), group[SHAPES][position])
+                weights[name] = whole_of(name, pieces, group[SHAPES][position])
             except ValueError as error:
                 raise CheckpointError(f"{folder}: {error}") from error
     return weights
@@ -170,13 +158,12 @@ def convert(path: str | Path, output: str | Path) -> list[str]:
         raise CheckpointError(f"{target} exists and is not empty: name another folder")
     folder = _found(source)
     parts = _parts(folder)
-    state, weights = _whole_state(folder, parts), _whole_weights(folder, parts)
+    states = [_state_of(part, folder) for part in parts]
+    state, weights = _whole_state(folder, states), _whole_weights(folder, parts, states)
     target.mkdir(parents=True, exist_ok=True)
     torch.save(state, target / "optimizer.pt")
-    plain = {
-        name: tensor.contiguous().clone()
-        for name, tensor in (_other_weights(source, folder, weights) | weights).items()
-    }
+    everything = _other_weights(source, folder, weights) | weights
+    plain = {name: tensor.contiguous().clone() for name, tensor in everything.items()}
     save_file(plain, target / "model.safetensors", metadata={"format": "pt"})
     if folder != source:
         _copy_rest(source, target)

@@ -41,15 +41,11 @@ class CheckpointError(ValueError):
     """A file of a checkpoint that cannot be read, or has the wrong content; the message names it and the cause."""
 
 
-# ---------------------------------------------------------------------- whole or not
-
-
 def problem_with(folder: str | Path) -> str | None:
     """Why a ``Trainer`` checkpoint is not whole, or ``None`` where it is.
 
-    ``Trainer`` writes ``trainer_state.json`` last, so a save that died has none or part of one. Besides, every file that
-    says how long it is (safetensors, torch's zip files, folders of ``torch.distributed.checkpoint``) has to be that long.
-    The contents of tensors are not read.
+    ``Trainer`` writes ``trainer_state.json`` last, and every file that says how long it is (safetensors, torch's zip files,
+    folders of ``torch.distributed.checkpoint``) has to be that long. The contents of tensors are not read.
     """
     folder = Path(folder)
     state = folder / "trainer_state.json"
@@ -61,21 +57,15 @@ def problem_with(folder: str | Path) -> str | None:
         json.loads(state.read_text())
     except ValueError as error:
         return f"{state} is cut short: {error}"
-    for path in sorted(folder.rglob("*")):
-        found = _problem_with_file(path)
-        if found is not None:
-            return found
-    return None
+    return next(filter(None, map(_problem_with_file, sorted(folder.rglob("*")))), None)
 
 
 def newest_checkpoint(output_dir: str | Path) -> Path | None:
     """The ``checkpoint-N`` of the highest ``N`` that is whole, or ``None``; folders of interrupted saves are passed over."""
     root = Path(output_dir)
     folders = [p for p in root.iterdir() if p.is_dir() and _FOLDER.match(p.name)] if root.is_dir() else []
-    for folder in sorted(folders, key=lambda p: -int(p.name.rpartition("-")[2])):
-        if problem_with(folder) is None:
-            return folder
-    return None
+    newest_first = sorted(folders, key=lambda p: -int(p.name.rpartition("-")[2]))
+    return next((folder for folder in newest_first if problem_with(folder) is None), None)
 
 
 def _problem_with_file(path: Path) -> str | None:
@@ -120,9 +110,6 @@ def _problem_with_distributed(folder: Path) -> str | None:
         if size < length:
             return f"{path} is missing" if size < 0 else f"{path} is cut short: {size} of {length} bytes"
     return None
-
-
-# ---------------------------------------------------------------------- finding and reading
 
 
 def find_optimizer_state(path: str | Path) -> Path | None:
@@ -201,12 +188,7 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def _why_unreadable(path: Path, error: Exception) -> str:
-    """Cause and fix in place of torch's messages, which recommend to run code from the file or are a bare number.
-
-    Args:
-        path: a file.
-        error: what ``torch.load(path, weights_only=True)`` raised.
-    """
+    """Cause and fix in place of torch's messages, which recommend to run code from the file or are a bare number."""
     with path.open("rb") as file:
         head = file.read(64)
     foreign = _NOT_ALLOWED.search(str(error))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,9 +47,7 @@ def emitted_runs(
     Args:
         context: of the plans; ``None`` where there was no step.
         where: gives the number of the flat tensor that a partition is in, and its offset there.
-        groups: the optimizer's as they were built.
         cost_snapshot: hyperparameters with which owners were assigned.
-        has_state: the optimizer has state; then there is a context.
         plain_state_dict: torch's own.
     """
     if has_state and context is not None:
@@ -83,19 +81,16 @@ def owned_runs(plan: Plan, grids: dict[str, Grid]) -> dict[str, list[list[int]]]
 
 @dataclass(frozen=True)
 class MatchedRuns:
-    """One rank's saved part of flattened parameters, checked against the parameters that there are.
-
-    Attributes:
-        by_name: state by live parameter name.
-        groups: the checkpoint's, without keys of this form.
-        owned: runs whose matrices the rank transformed, by name.
-        cost_snapshot: hyperparameters with which owners were assigned.
-    """
+    """One rank's saved part of flattened parameters, checked against the parameters that there are."""
 
     by_name: dict[str, dict[str, Any]]
+    """State by live parameter name."""
     groups: list[Group]
+    """The checkpoint's, without keys of this form."""
     owned: dict[str, list[list[int]]]
+    """Runs whose matrices the rank transformed, by name."""
     cost_snapshot: list[Group]
+    """Hyperparameters with which owners were assigned."""
 
     @property
     def has_state(self) -> bool:
@@ -105,9 +100,6 @@ class MatchedRuns:
 
 def matched_runs(rule: MatrixRule, groups: Sequence[Group], state_dict: dict[str, Any]) -> MatchedRuns:
     """This rank's :func:`emitted_runs`, for parameters that are cut as they were.
-
-    Args:
-        rule, groups: the optimizer's; groups as they were built.
 
     Raises:
         ValueError: it is of other parameters, of another optimizer, or of parameters that were cut in another way.
@@ -144,11 +136,7 @@ def matched_runs(rule: MatrixRule, groups: Sequence[Group], state_dict: dict[str
 
 
 def check_owned_runs(saved: dict[str, list[list[int]]], planned: dict[str, list[list[int]]]) -> None:
-    """Checks that this rank transforms the matrices whose state it saved, and no others.
-
-    Raises:
-        ValueError: naming a parameter.
-    """
+    """Refuses to transform other matrices on this rank than those whose state it saved."""
     for name, runs in saved.items():
         if [list(run) for run in runs] != planned.get(name, []):
             raise ValueError(
@@ -159,10 +147,7 @@ def check_owned_runs(saved: dict[str, list[list[int]]], planned: dict[str, list[
 
 
 def merged(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The whole ``state_dict`` of all ranks' :func:`emitted_runs`.
-
-    Args:
-        parts: of every rank, in any order.
+    """The whole ``state_dict`` of all ranks' :func:`emitted_runs`, in any order.
 
     Raises:
         ValueError: naming a parameter of which elements are missing.
@@ -175,15 +160,12 @@ def merged(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
             mine = [(p["param_groups"][number], p["state"].get(index, {})) for p in parts]
             runs = [_Run(tuple(g[SPANS][position]), g[OWNED][position], entry) for g, entry in mine]
             state[index] = _merged_entry(name, shape, runs)
-    groups = [
-        {k: v for k, v in group.items() if k not in (SPANS, SHAPES, FLATS, OWNED, PRICED)}
-        for group in first["param_groups"]
-    ]
+    own_keys = {SPANS, SHAPES, FLATS, OWNED, PRICED}
+    groups = [{key: group[key] for key in group if key not in own_keys} for group in first["param_groups"]]
     return {**first, "state": {index: entry for index, entry in state.items() if entry}, "param_groups": groups}
 
 
-@dataclass(frozen=True)
-class _Run:
+class _Run(NamedTuple):
     """What one rank saved of a parameter."""
 
     span: tuple[int, ...]
@@ -199,7 +181,7 @@ def _merged_entry(name: str, shape: tuple[int, ...], runs: Sequence[_Run]) -> di
             entry[key] = max((run.entry[key] for run in having), key=int)
         elif is_shaped(key):
             pieces = [(run.span, run.entry[key]) for run in having if run.span[0] < run.span[1]]
-            entry[key] = whole_of(name, sorted(pieces, key=lambda piece: piece[0]), shape)
+            entry[key] = whole_of(name, pieces, shape)
         else:
             rows = [piece for run in having for piece in _state_by_run(run.owned, run.entry[key])]
             entry[key] = torch.cat([value for _, value in sorted(rows, key=lambda row: row[0])])
@@ -216,12 +198,9 @@ def _state_by_run(owned: Sequence[Sequence[int]], value: Tensor) -> list[tuple[t
 
 
 def whole_of(name: str, pieces: Sequence[tuple[tuple[int, ...], Tensor]], shape: Sequence[int]) -> Tensor:
-    """A tensor from its runs in order, each with ``(start, stop)``.
-
-    Raises:
-        ValueError: when they leave a gap.
-    """
+    """A tensor from its runs, each with ``(start, stop)``; ``ValueError`` when they leave a gap."""
     end = 0
+    pieces = sorted(pieces, key=lambda piece: piece[0])
     for (start, stop), value in pieces:
         if start != end or value.numel() != stop - start:
             raise ValueError(f"{name}: elements {end} to {start} are in none of the files; is one of a rank missing?")

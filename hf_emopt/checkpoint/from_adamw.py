@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_emopt.checkpoint.matching import live_names
+from hf_emopt.checkpoint.matching import live_names, saved_names
 from hf_emopt.distributed.layout import whole_shape
 from hf_emopt.formats.master_weights import init_weight_state
 from hf_emopt.formats.moments import converted
@@ -50,15 +50,11 @@ def from_adamw(
     """State by live parameter name, and groups, from a checkpoint of AdamW.
 
     Hyperparameters stay the optimizer's own. Learning rates are scaled as the checkpoint's were by its schedule
-    (``lr / initial_lr``), where the live groups have a schedule too.
-
-    Args:
-        rule, live_groups: the optimizer's.
-        state_dict: of AdamW.
-        model: that the optimizer was built from, whose order names parameters that have no names; ``None`` if not known.
+    (``lr / initial_lr``), where the live groups have a schedule too. The order of the model that the optimizer was built from
+    names parameters that have no names.
 
     Raises:
-        ValueError: when it cannot be told which saved moments are whose, or shapes differ; nothing was changed by then.
+        ValueError: when it cannot be told which saved moments are whose, or shapes differ.
     """
     state = _by_name(live_groups, state_dict, model)
     by_name: dict[str, dict[str, Any]] = {}
@@ -119,12 +115,11 @@ def _by_name(
     live = {name: p for g in live_groups for name, p in zip(g["param_names"], g["params"])}
     groups = state_dict["param_groups"]
     indices = [index for group in groups for index in group["params"]]
-    if indices and all(isinstance(index, str) for index in indices):
-        names: list[str] = list(indices)
-    elif all("param_names" in group for group in groups):
-        names = [name for group in groups for name in group["param_names"]]
-    else:
+    known = [saved_names(group) for group in groups if group["params"]]
+    if None in known:
         names = _by_order(model, [len(group["params"]) for group in groups])
+    else:
+        names = [name for members in known for name in members or ()]
     names = live_names(names, list(live))
     if len(names) != len(indices) or set(names) != set(live):
         missing, foreign = sorted(set(live) - set(names))[:5], sorted(set(names) - set(live))[:5]
@@ -135,10 +130,8 @@ def _by_name(
     entries = {name: state_dict["state"].get(index, {}) for name, index in zip(names, indices)}
     for name, entry in entries.items():
         for key in ("exp_avg", "exp_avg_sq"):
-            if entry and (
-                key not in entry or "step" not in entry or tuple(entry[key].shape) != whole_shape(live[name])
-            ):
-                found = tuple(entry[key].shape) if key in entry else None
+            found = tuple(entry[key].shape) if key in entry else None
+            if entry and ("step" not in entry or found != whole_shape(live[name])):
                 raise ValueError(
                     f"{name}: the AdamW state's {key} has shape {found}, the parameter {whole_shape(live[name])}: it was "
                     "saved for other parameters, or its groups hold them in another order. Save it with param_names in its "

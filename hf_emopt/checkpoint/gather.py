@@ -6,7 +6,7 @@ parameter, matrix state with one row for each matrix.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,14 @@ State = dict[str, Any]
 _SPREAD_NUMEL = 2**12
 
 
+def _planned(context: StepContext) -> Iterator[tuple[Bucket, int, str]]:
+    """Every parameter of the plans: its bucket, its index there, its name."""
+    for plan in (context.plan, context.aux_plan):
+        for bucket in plan.buckets:
+            for i, parameter in enumerate(bucket.parameters):
+                yield bucket, i, parameter.name
+
+
 def materialize(context: StepContext) -> None:
     """Makes all state that there is not yet, as it is before a first step, with the same keys on every rank.
 
@@ -48,22 +56,13 @@ def materialize(context: StepContext) -> None:
             if bucket.storage.world_size > 1:
                 for i in range(len(bucket.parameters)):
                     state = context.store.of(bucket, i)
-                    for key in _expected(context, bucket, i):
-                        if key not in state:
-                            state[key] = torch.empty(0)
-    planned = {
-        p.name for plan in (context.plan, context.aux_plan) for bucket in plan.buckets for p in bucket.parameters
-    }
+                    for key in _start(context, bucket, i, _meta(context.parameter(bucket, i))):
+                        state.setdefault(key, torch.empty(0))
+    planned = {name for _, _, name in _planned(context)}
     for group, params in zip(context.groups, context.params):
         for name, param in zip(group["param_names"], params):
             if name not in planned:
                 context.store.ready(param, group)
-
-
-def _expected(context: StepContext, bucket: Bucket, i: int) -> State:
-    """The whole state of a parameter as the rule starts it, without memory."""
-    param, group = context.parameter(bucket, i), context.groups[bucket.group]
-    return _start(context, bucket, i, _meta(param), torch.empty(0, dtype=param.dtype, device="meta"), group)
 
 
 def _meta(param: Tensor) -> Tensor:
@@ -71,7 +70,9 @@ def _meta(param: Tensor) -> Tensor:
     return torch.empty(param.shape, dtype=param.dtype, device="meta")
 
 
-def _start(context: StepContext, bucket: Bucket, i: int, like: Tensor, matrix_view_like: Tensor, group: Group) -> State:
+def _start(context: StepContext, bucket: Bucket, i: int, like: Tensor) -> State:
+    """The whole state of a parameter as the rule starts it, where ``like`` is: a tensor of its shape and dtype."""
+    group, matrix_view_like = context.groups[bucket.group], torch.empty(0, dtype=like.dtype, device=like.device)
     result = elementwise_state(context.rule, group, like, like.shape)
     if group["kind"] == "matrix":
         for u, matrix_view in enumerate(bucket.parameters[i].matrix_views):
@@ -83,40 +84,29 @@ def _start(context: StepContext, bucket: Bucket, i: int, like: Tensor, matrix_vi
 def fresh(context: StepContext) -> dict[str, State]:
     """Whole state as it is before a first step, on the host, of every parameter whose state lies with owners."""
     result: dict[str, State] = {}
-    for plan in (context.plan, context.aux_plan):
-        for bucket in plan.buckets:
-            group = context.groups[bucket.group]
-            for i, parameter in enumerate(bucket.parameters):
-                if context.store.owned(bucket, i) is None:
-                    continue
-                param = context.parameter(bucket, i).detach().cpu()
-                whole = _start(context, bucket, i, param, torch.empty(0, dtype=param.dtype), group)
-                counts = {k: torch.zeros_like(v) for k, v in context.store.of(bucket, i).items() if is_count(k)}
-                result[parameter.name] = whole | counts
+    for bucket, i, name in _planned(context):
+        if context.store.owned(bucket, i) is not None:
+            whole = _start(context, bucket, i, context.parameter(bucket, i).detach().cpu())
+            counts = {k: torch.zeros_like(v) for k, v in context.store.of(bucket, i).items() if is_count(k)}
+            result[name] = whole | counts
     return result
 
 
 def gathered(context: StepContext, keep: bool = True) -> dict[str, State]:
-    """Collective: whole state of every parameter whose state lies with owners, on the host.
-
-    Args:
-        keep: whether this rank wants it; others take part and return nothing.
-    """
+    """Collective: whole state on the host, by name; nothing without ``keep``, on a rank that only takes part."""
     materialize(context)
     result: dict[str, State] = {}
-    for plan in (context.plan, context.aux_plan):
-        for bucket in plan.buckets:
-            for i, parameter in enumerate(bucket.parameters):
-                state = context.store.of(bucket, i)
-                whole: State = {
-                    key: value.detach().to("cpu", copy=True)
-                    for key, value in state.items()
-                    if is_count(key) or (is_shaped(key) and context.store.owned(bucket, i) is None)
-                }
-                if context.store.owned(bucket, i) is not None:
-                    whole |= _whole_shaped(context, bucket, i, keep)
-                whole |= whole_matrix_state(context, bucket, i, lambda t: t.to("cpu", copy=True) if keep else None)
-                result[parameter.name] = whole
+    for bucket, i, name in _planned(context):
+        owned = context.store.owned(bucket, i) is not None
+        whole: State = {
+            key: value.detach().to("cpu", copy=True)
+            for key, value in context.store.of(bucket, i).items()
+            if is_count(key) or (is_shaped(key) and not owned)
+        }
+        if owned:
+            whole |= _whole_shaped(context, bucket, i, keep)
+        whole |= _whole_matrix_state(context, bucket, i, lambda t: t.to("cpu", copy=True) if keep else None)
+        result[name] = whole
     return result if keep else {}
 
 
@@ -133,22 +123,18 @@ def _whole_shaped(context: StepContext, bucket: Bucket, i: int, keep: bool) -> S
         for owned_region in (s for s in bucket.owned_regions if s.parameter == i):
             region = owned_region.region[:1] if is_scale(key) else owned_region.region
             where = tuple(slice(a, b) for a, b in region)
+            size = owned_region.shape[owned_region.dim] if owned_region.shape else 0
             part = None
             if owned_region in mine:
-                part = (
-                    state[key].narrow(owned_region.dim, offset, owned_region.shape[owned_region.dim])
-                    if state[key].ndim
-                    else state[key]
-                )
-                offset += owned_region.shape[owned_region.dim] if owned_region.shape else 0
-            shape = whole[where].shape
-            whole[where] = _from_owner(context, bucket, owned_region, part, shape, like.dtype, param.device)
+                part = state[key].narrow(owned_region.dim, offset, size) if state[key].ndim else state[key]
+                offset += size
+            whole[where] = _from_owner(context, bucket, owned_region, part, whole[where])
         if keep:
             result[key] = whole.cpu()
     return result
 
 
-def whole_matrix_state(context: StepContext, bucket: Bucket, i: int, use: Callable[[Tensor], Any]) -> State:
+def _whole_matrix_state(context: StepContext, bucket: Bucket, i: int, use: Callable[[Tensor], Any]) -> State:
     """Collective: matrix state of one parameter, one tensor at a time on all ranks, each handed to ``use``."""
     parameter, group = bucket.parameters[i], context.groups[bucket.group]
     param = context.parameter(bucket, i)
@@ -170,13 +156,13 @@ def whole_matrix_state(context: StepContext, bucket: Bucket, i: int, use: Callab
                 if owned_region.owner == context.ranks.grid(bucket).position and present:
                     part = state[f"{name}.{u}"][offset : offset + shape[0]]
                     offset += shape[0]
-                whole[where] = _from_owner(context, bucket, owned_region, part, shape, like.dtype, device)
+                whole[where] = _from_owner(context, bucket, owned_region, part, whole[where])
             result[f"{name}.{u}"] = use(whole)
     return result
 
 
 def has_matrix_state(context: StepContext) -> bool:
-    """Whether any matrix has state of its own, beside what lies as its parameter does."""
+    """Whether any matrix has state of its own, which is not laid out as its parameter is."""
     return any(
         _matrix_view_like(context, matrix_view.shape, context.groups[bucket.group], context.parameter(bucket, i))
         for bucket in context.plan.buckets
@@ -192,7 +178,7 @@ def sharded_matrix_state(context: StepContext) -> dict[str, State]:
         for i, parameter in enumerate(bucket.parameters):
             param = context.parameter(bucket, i)
             if "step" in context.store.state.get(param, {}) and isinstance(param, DTensor):
-                result[parameter.name] = whole_matrix_state(context, bucket, i, partial(_spread, like=param))
+                result[parameter.name] = _whole_matrix_state(context, bucket, i, partial(_spread, like=param))
     return result
 
 
@@ -232,15 +218,9 @@ def _matrix_view_place(
 
 
 def _from_owner(
-    context: StepContext,
-    bucket: Bucket,
-    owned_region: OwnedRegion,
-    part: Tensor | None,
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    device: torch.device,
+    context: StepContext, bucket: Bucket, owned_region: OwnedRegion, part: Tensor | None, like: Tensor
 ) -> Tensor:
-    """Broadcasts an owned region's part from its owner."""
+    """Broadcasts an owned region's part, of the form of ``like``, from its owner."""
     grid = context.ranks.grid(bucket)
     if grid.world_size == 1:
         assert part is not None
@@ -250,31 +230,28 @@ def _from_owner(
     one = grid.shard_group if grid.replicas == 1 else grid.replica_group if grid.shards == 1 else None
     group = context.ranks.consensus.group if everyone or one is None else one
     wire = control_device(group)
-    value = torch.empty(tuple(shape), dtype=dtype, device=wire) if part is None else part.to(wire).contiguous()
+    value = torch.empty(like.shape, dtype=like.dtype, device=wire) if part is None else part.to(wire).contiguous()
     # As bytes, since backends differ in which dtypes they move.
-    dist.broadcast(
-        value.view(torch.uint8) if value.ndim else value, src=bucket.storage.rank(owned_region.owner), group=group
-    )
-    return value.to(device)
+    sent = value.view(torch.uint8) if value.ndim else value
+    dist.broadcast(sent, src=bucket.storage.rank(owned_region.owner), group=group)
+    return value.to(like.device)
 
 
 def keep_owned(context: StepContext, whole: dict[str, State]) -> None:
     """Puts whole state into the store, each rank its own part of it."""
     planned: set[str] = set()
-    for plan in (context.plan, context.aux_plan):
-        for bucket in plan.buckets:
-            for i, parameter in enumerate(bucket.parameters):
-                if whole.get(parameter.name):
-                    param = context.parameter(bucket, i)
-                    context.store.state[param] = _own(context, bucket, i, whole[parameter.name], param)
-                    planned.add(parameter.name)
+    for bucket, i, name in _planned(context):
+        if whole.get(name):
+            param = context.parameter(bucket, i)
+            context.store.state[param] = _own(context, bucket, i, whole[name], param)
+            planned.add(name)
     for group in context.groups:
         for name, param in zip(group["param_names"], group["params"]):
             if name in planned or not whole.get(name):
                 continue
             storage = storage_of(param, context.ranks.grids[name])
             context.store.state[param] = {
-                key: as_parameter(value, param, storage, key, context.store.kept_device(param, key))
+                key: _as_parameter(value, param, storage, key, context.store.kept_device(param, key))
                 if is_shaped(key)
                 else value.detach().to("cpu" if key == "rounds" else param.device, copy=True)
                 for key, value in sorted(whole[name].items())
@@ -284,36 +261,31 @@ def keep_owned(context: StepContext, whole: dict[str, State]) -> None:
 
 def _own(context: StepContext, bucket: Bucket, i: int, whole: State, param: Tensor) -> State:
     parameter, group = bucket.parameters[i], context.groups[bucket.group]
-    position = context.ranks.grid(bucket).position
     held = context.store.owned(bucket, i)
-    mine = [s for s in bucket.owned(position) if s.parameter == i]
-    device = compute_device(param)
+    mine = [s for s in bucket.owned(context.ranks.grid(bucket).position) if s.parameter == i]
     kept: State = {}
     for key in sorted(whole):  # sorted: a DTensor's whole is a collective
         value = whole[key]
         if is_shaped(key):
-            part = value if held is None else part_of(_full(value), held, key)
             where = context.store.kept_device(param, key)
-            if part is not None:
-                kept[key] = (
-                    as_parameter(part, param, parameter.storage, key, where)
-                    if held is None
-                    else part.to(where, copy=True)
-                )
+            if held is None:
+                kept[key] = _as_parameter(value, param, parameter.storage, key, where)
+            elif (part := part_of(_full(value), held, key)) is not None:
+                kept[key] = part.to(where, copy=True)
         elif "." not in key:
             kept[key] = value.detach().to("cpu" if key == "rounds" else param.device, copy=True)
         else:
             value = _full(value)
             name, u = key.rsplit(".", 1)
-            parts = []
+            parts, device = [], compute_device(param)
             for owned_region in mine:
                 place = owned_region.local_index(int(u))
                 if place is None:
                     continue
                 like = _matrix_view_like(context, owned_region.matrix_views[place].shape, group, param)[name]
                 parts.append(value[_matrix_view_place(bucket, owned_region, place, value.shape, like.shape)])
-                on_host = like.device.type == "cpu" or context.store.offload is not None
-                device = torch.device("cpu") if on_host else compute_device(param)
+                if like.device.type == "cpu" or context.store.offload is not None:
+                    device = torch.device("cpu")
             if parts:
                 kept[key] = torch.cat(parts).to(device, copy=True)
     return kept
@@ -323,32 +295,22 @@ def _full(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def as_parameter(
-    value: Tensor, param: Tensor, storage: Storage, key: str = "", device: torch.device | None = None
-) -> Tensor:
-    """Elementwise state laid out as its parameter is, from a whole tensor or from one that is laid out already.
-
-    Args:
-        key: of the entry.
-        device: where it is to lie; ``None`` for where the parameter does.
-    """
-    device = param.device if device is None else device
+def _as_parameter(value: Tensor, param: Tensor, storage: Storage, key: str, device: torch.device) -> Tensor:
+    """Elementwise state laid out as its parameter is, from a whole tensor or from one that is laid out already."""
     if isinstance(param, Partition):
         start, stop = param.span
         return _full(value).detach().reshape(-1)[start:stop].to(device, copy=True)
     if not isinstance(param, DTensor):
         return _full(value).detach().to(device, copy=True)
-    if isinstance(value, DTensor):
-        if value.device_mesh == param.device_mesh and tuple(value.placements) == tuple(param.placements):
-            local = value.to_local()
-        else:
-            local = _cut(value.full_tensor(), storage, param, key)
+    layout = (param.device_mesh, tuple(param.placements))
+    if isinstance(value, DTensor) and (value.device_mesh, tuple(value.placements)) == layout:
+        local = value.to_local()
     else:
-        local = _cut(value, storage, param, key)
+        local = _cut(_full(value), storage, key)
     return laid_out(local.detach().to(device, copy=True), param, shape_of_entry(key, param.shape))
 
 
-def _cut(whole: Tensor, storage: Storage, param: DTensor, key: str) -> Tensor:
+def _cut(whole: Tensor, storage: Storage, key: str) -> Tensor:
     shard = 0
     if storage.shards > 1:
         rank = dist.get_rank()

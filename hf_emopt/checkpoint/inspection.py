@@ -10,6 +10,7 @@ import torch
 
 from hf_emopt.checkpoint.deepspeed_files import find_deepspeed, read_deepspeed
 from hf_emopt.checkpoint.files import find_optimizer_state, problem_with, read_optimizer_state
+from hf_emopt.checkpoint.matching import saved_names
 
 
 @dataclass(frozen=True)
@@ -18,10 +19,8 @@ class ParameterReport:
 
     Attributes:
         name: as it was saved; its number where the checkpoint has no names.
-        group: name of its parameter group.
         step: steps counted, ``None`` where it has never been stepped.
-        entries: dtype and shape of every tensor, by key.
-        bytes: of all of them.
+        entries: dtype and shape of every tensor, by key; ``bytes`` is their sum.
     """
 
     name: str
@@ -40,7 +39,6 @@ class CheckpointReport:
         rules: update rules of its matrices; ``["adamw"]`` for a checkpoint of AdamW.
         version: of the state's form; ``None`` where another optimizer saved it.
         groups: for each, its name, kind, number of parameters and plain hyperparameters.
-        parameters: one entry each.
         incomplete: what is wrong with a ``Trainer`` checkpoint around it, ``None`` if nothing.
     """
 
@@ -86,8 +84,7 @@ def inspect_checkpoint(path: str | Path) -> CheckpointReport:
         hf_emopt.checkpoint.files.CheckpointError: a ``ValueError`` that names the file and what is wrong with it.
     """
     by_rank = find_deepspeed(path)
-    read = read_optimizer_state if by_rank is None else read_deepspeed
-    state = read(path, only_description=True)
+    state = (read_deepspeed if by_rank else read_optimizer_state)(path, only_description=True)
     groups, parameters = [], []
     for number, group in enumerate(state["param_groups"]):
         label = str(group.get("name", f"group {number}"))
@@ -95,10 +92,7 @@ def inspect_checkpoint(path: str | Path) -> CheckpointReport:
         plain |= {k: list(v) for k, v in group.items() if k == "betas"}
         kind = group.get("kind", "adamw" if "betas" in group else "unknown")
         groups.append({**plain, "name": label, "kind": kind, "parameters": len(group["params"])})
-        indices = group["params"]
-        by_name = bool(indices) and all(isinstance(index, str) for index in indices)
-        names = indices if by_name else group.get("param_names") or indices
-        for name, index in zip(names, indices):
+        for name, index in zip(saved_names(group) or group["params"], group["params"]):
             parameters.append(_describe(str(name), label, state["state"].get(index, {})))
     versions = [g["state_version"] for g in state["param_groups"] if "state_version" in g]
     rules = sorted({g["rule"] for g in state["param_groups"] if "rule" in g})

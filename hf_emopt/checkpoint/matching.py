@@ -29,11 +29,7 @@ _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped
 
 
 def check_groups(rule: MatrixRule, groups: Sequence[Group], saved_groups: Sequence[Group]) -> None:
-    """Refuses groups of a newer version, of another rule or of another number.
-
-    Raises:
-        ValueError: saying which.
-    """
+    """Refuses groups of a newer version, of another rule or of another number."""
     newest = max((g.get("state_version", STATE_VERSION) for g in saved_groups), default=STATE_VERSION)
     if newest > STATE_VERSION:
         raise ValueError(
@@ -64,13 +60,11 @@ def matched(
     ``torch.compile`` and checkpoint wrappers add to them.
 
     Args:
-        rule, groups: the optimizer's.
         state_dict: whole, of any layout.
         views_of_slices: gives, for parameters whose slices are matrices of their own, these matrices.
 
     Raises:
-        ValueError: naming what does not fit (groups, names, shapes, state of another optimizer); nothing was changed by
-            then.
+        ValueError: naming what does not fit (groups, names, shapes, state of another optimizer).
     """
     saved_groups = state_dict["param_groups"]
     state = state_dict["state"]
@@ -90,7 +84,7 @@ def matched(
     by_name: dict[str, dict[str, Any]] = {}
     parts = views_of_slices()
     for saved, group in zip(saved_groups, groups):
-        names = live_names(_saved_names(saved) or group["param_names"], group["param_names"])
+        names = live_names(saved_names(saved) or group["param_names"], group["param_names"])
         if len(saved["params"]) != len(group["params"]) or set(names) != set(group["param_names"]):
             missing = sorted(set(group["param_names"]) - set(names))[:5]
             foreign = sorted(set(names) - set(group["param_names"]))[:5]
@@ -100,14 +94,12 @@ def matched(
             )
         positions = {name: position for position, name in enumerate(group["param_names"])}
         for name, index in zip(names, saved["params"]):
-            entry = converted(
-                state.get(index, {}), group["state_dtype"], whole_shape(live[name]), state_dtype(live[name])
-            )
-            _check_shapes(name, live[name], entry)
-            matrix_views = parts.get(name) or (
-                unpack_matrix_views(group["units"][positions[name]]) if "units" in group else ()
-            )
-            _check_kinds(rule, name, live[name], entry, merged_group(group, saved), matrix_views)
+            param = live[name]
+            entry = converted(state.get(index, {}), group["state_dtype"], whole_shape(param), state_dtype(param))
+            _check_shapes(name, param, entry)
+            packed = group["units"][positions[name]] if "units" in group else ()
+            matrix_views = parts.get(name) or unpack_matrix_views(packed)
+            _check_kinds(rule, name, param, entry, merged_group(group, saved), matrix_views)
             by_name[name] = entry
     return by_name, saved_groups
 
@@ -117,11 +109,11 @@ def _in_live_order(saved: list[Group], live: Sequence[Group]) -> list[Group]:
     order = []
     for group in live:
         wanted = {_canonical(name) for name in group["param_names"]}
-        order += [g for g in saved if {_canonical(name) for name in _saved_names(g) or ()} == wanted]
+        order += [g for g in saved if {_canonical(name) for name in saved_names(g) or ()} == wanted]
     return order if len(order) == len(saved) else saved
 
 
-def _saved_names(saved: Group) -> list[str] | None:
+def saved_names(saved: Group) -> list[str] | None:
     """Names in the order of ``params``, which torch.distributed.checkpoint makes the names themselves."""
     if saved["params"] and all(isinstance(index, str) for index in saved["params"]):
         return list(saved["params"])
@@ -169,9 +161,10 @@ def _check_kinds(
     wrong = sorted(k for k, shape in wanted.items() if torch.is_tensor(entry.get(k)) and entry[k].shape != shape)
     foreign = sorted(k for k in entry if "." in k and k not in wanted)  # state of matrices, which ours are not
     if missing or wrong or foreign:
-        what = f"has no {', '.join(missing)}" if missing else f"has another shape of {', '.join(wrong)}"
-        if foreign and not (missing or wrong):
-            what = f"{', '.join(foreign)} is none of this optimizer's"
+        what = (
+            f"has another shape of {', '.join(wrong)}" if wrong else f"{', '.join(foreign)} is none of this optimizer's"
+        )
+        what = f"has no {', '.join(missing)}" if missing else what
         raise ValueError(
             f"{name}: the optimizer state holds {', '.join(sorted(entry))} and {what}: another optimizer saved it, or this "
             f"one ({rule.name}) with other options such as per_head, or with tensor_parallel='blockwise' on "
@@ -197,16 +190,10 @@ def _check_shapes(name: str, param: Tensor, entry: dict[str, Any]) -> None:
 def loaded_state(
     groups: Sequence[Group], by_name: dict[str, dict[str, Any]], saved_groups: Sequence[Group], offloads: bool
 ) -> dict[str, Any]:
-    """What ``Optimizer.__setstate__`` takes: a matched state, and groups with the checkpoint's hyperparameters.
+    """What ``Optimizer.__setstate__`` takes: the state of :func:`matched`, and groups with the checkpoint's hyperparameters.
 
     torch's own loader casts state to the parameter's dtype, which turns float32 momentum of bfloat16 weights into bfloat16;
-    here every tensor keeps its dtype and only changes device.
-
-    Args:
-        groups: the optimizer's. Structure, and hyperparameters that an older checkpoint did not know, are taken from here.
-        by_name: what :func:`matched` returned.
-        saved_groups: the checkpoint's.
-        offloads: state lies on the host between steps.
+    here every tensor keeps its dtype and only changes device. With ``offloads``, state stays on the host.
     """
     merged = [merged_group(live, saved) for live, saved in zip(groups, saved_groups)]
     state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
@@ -214,9 +201,8 @@ def loaded_state(
         for name, param in zip(group["param_names"], group["params"]):
             entry = by_name[name]
             if entry:
-                # What the host reads at every step stays on the host, and what is offloaded goes no further.
-                on_host = {key for key in entry if key != "step" and offloads}
-                on_host |= {key for key in entry if key == "rounds"}
+                # The host reads rounds at every step.
+                on_host = {key for key in entry if key == "rounds" or (offloads and key != "step")}
                 state[param] = {
                     key: value.detach().to("cpu" if key in on_host else param.device, copy=True)
                     for key, value in entry.items()

@@ -22,9 +22,8 @@ _LOW_BITS = "weight_low_bits"
 def is_state_init_step(context: StepContext, groups: Sequence[Group]) -> bool:
     """Whether a step of an optimizer without state asks for nothing but the existence of state; if so, makes the state.
 
-    ``torch.distributed.checkpoint`` has no other way than to call ``step()`` of a fresh optimizer with gradients of zero and
-    learning rates of 0, when it saves before the first step and whenever it loads. Counted as a step, it would shift bias
-    corrections and schedules of all that follow. Collective where ranks share parameters.
+    ``torch.distributed.checkpoint`` calls ``step()`` of a fresh optimizer with gradients of zero and learning rates of 0 for
+    that. Counted as a step, it would shift bias corrections and schedules. Collective where ranks share parameters.
     """
     if any(float(group["lr"]) != 0.0 for group in groups):
         return False
@@ -44,10 +43,7 @@ def is_state_init_step(context: StepContext, groups: Sequence[Group]) -> bool:
 
 
 def consolidated(context: StepContext, to: int | Literal["first"] | None) -> dict[str, dict[str, Any]] | None:
-    """Collective: whole state by name on rank ``to`` (or on all), and nothing on others.
-
-    Returns:
-        ``None`` where no state lies with owners.
+    """Collective: whole state by name on rank ``to`` (or on all), nothing on others; ``None`` where owners hold no state.
 
     Raises:
         ValueError: on all ranks, when ``to`` has no part in it: the state would be nowhere.
@@ -70,14 +66,9 @@ def consolidated(context: StepContext, to: int | Literal["first"] | None) -> dic
 def left_behind(
     context: StepContext, state: dict[Tensor, Any], groups: Sequence[Group]
 ) -> dict[str, dict[str, Any]] | None:
-    """State as the next plan may take it: by name, whole where owners had parts, from the parameters that had it.
+    """State of plans that end as the next plan may take it: by name, whole where owners had parts.
 
-    A wrapper that puts other parameters into the groups leaves state under the old ones; it is taken from there.
-
-    Args:
-        context: of the plans that end.
-        state: the optimizer's; entries of parameters that no group has are deleted.
-        groups: the optimizer's, as they are now.
+    A wrapper that puts other parameters into the groups leaves entries of ``state`` under the old ones; they are deleted.
     """
     if not any("step" in entry for entry in state.values()):
         return None
@@ -101,8 +92,6 @@ def emitted(
     """The ``state_dict`` of an optimizer that has state.
 
     Args:
-        context: of its plans.
-        groups: the optimizer's.
         whole: what :func:`consolidated` has brought here; ``None`` where nothing was consolidated.
         unready: there were steps since, or none was called.
         plain_state_dict: torch's own.
@@ -124,9 +113,8 @@ def emitted(
     if whole is None:
         materialize(context)
         whole = {}
-        if context.is_scattered and has_matrix_state(
-            context
-        ):  # else a rank may ask alone, also right after it has loaded
+        # A rank may ask alone otherwise, also right after it has loaded.
+        if context.is_scattered and has_matrix_state(context):
             context.open_ranks()
             whole = sharded_matrix_state(context)
     plain, owned = plain_state_dict(), context.has_owned_state

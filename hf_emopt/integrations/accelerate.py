@@ -1,10 +1,6 @@
 """Accelerate: an optimizer from a plugin, environment variables or the launcher's YAML, and whole checkpoints.
 
-.. code-block:: python
-
-    plugin = hf_emopt.EmoptPlugin(optim="muon", lr=2e-4)
-    accelerator = hf_emopt.Accelerator(kwargs_handlers=[plugin])
-    model, optimizer = accelerator.prepare(model, plugin.build(model))
+``accelerator.prepare(model, plugin.build(model))`` of an :class:`Accelerator` that was given the plugin trains with it.
 """
 
 from __future__ import annotations
@@ -29,9 +25,7 @@ from hf_emopt.optimizers.base import MatrixOptimizer
 ENVIRONMENT_PREFIX = "EMOPT_"
 
 _TYPES: dict[str, Any] = {
-    "lr": float,
-    "aux_lr": float,
-    "weight_decay": float,
+    **dict.fromkeys(("lr", "aux_lr", "weight_decay"), float),
     "transport_dtype": torch.dtype,
     "overlap_param_gather": bool,
 }
@@ -79,7 +73,10 @@ class EmoptPlugin(KwargsHandler):
         for field in fields(self):
             setattr(self, field.name, _resolve(field.name, getattr(self, field.name)))
         self.optim = "muon" if self.optim is None else self.optim
-        kwargs = self._options()
+        try:
+            kwargs = parse_optim_args(self.optim_args, self.optimizer_cls)
+        except ValueError as error:
+            raise ValueError(f"EmoptPlugin.optim_args ({_variable('optim_args')}): {error}") from None
         both = sorted(given & set(kwargs)) if "optim_args" in given else []
         if both:
             raise ValueError(f"EmoptPlugin: {both[0]!r} is given both as a field and in optim_args; drop one of them.")
@@ -88,12 +85,6 @@ class EmoptPlugin(KwargsHandler):
             if getattr(self, name) is not None and (name not in kwargs or "optim_args" not in given):
                 kwargs[name] = getattr(self, name)
         self._kwargs = kwargs
-
-    def _options(self) -> dict[str, Any]:
-        try:
-            return parse_optim_args(self.optim_args, self.optimizer_cls)
-        except ValueError as error:
-            raise ValueError(f"EmoptPlugin.optim_args ({_variable('optim_args')}): {error}") from None
 
     @property
     def optimizer_cls(self) -> type[MatrixOptimizer]:
@@ -109,8 +100,7 @@ class EmoptPlugin(KwargsHandler):
         """The optimizer of ``model``, to be passed to ``accelerator.prepare`` together with it.
 
         Raises:
-            ValueError: a hyperparameter is out of range, no parameter is a matrix, or the model is under FSDP1, tensor or
-                expert parallelism.
+            ValueError: a hyperparameter is out of range, no parameter is a matrix, or the model is under FSDP1.
         """
         refuse_layouts(f"EmoptPlugin(optim={self.optim!r})", model)
         return self.optimizer_cls(model, **self._kwargs)
@@ -131,19 +121,11 @@ class EmoptPlugin(KwargsHandler):
 class Accelerator(accelerate.Accelerator):
     """``accelerate.Accelerator`` that takes an :class:`EmoptPlugin` among its ``kwargs_handlers``.
 
-    Without one, a plugin is made from the environment. Parameters are current and the optimizer's state is whole in
-    everything that this object saves.
-
-    Args:
-        *args, **kwargs: as for ``accelerate.Accelerator``.
-        kwargs_handlers: handlers of Accelerate's own and at most one :class:`EmoptPlugin`.
-
-    Attributes:
-        emopt_plugin: the plugin.
+    Without one, a plugin is made from the environment; ``emopt_plugin`` is the plugin. Parameters are current and the
+    optimizer's state is whole in everything that this object saves.
 
     Raises:
-        ValueError: more than one plugin, or a way of training that is not supported: FSDP1, Megatron-LM, and DeepSpeed with
-            settings that would replace the optimizer.
+        ValueError: more than one plugin, or as :meth:`EmoptPlugin.attach`.
     """
 
     def __init__(self, *args: Any, kwargs_handlers: list[KwargsHandler] | None = None, **kwargs: Any) -> None:
@@ -156,29 +138,19 @@ class Accelerator(accelerate.Accelerator):
         super().__init__(*args, kwargs_handlers=others or None, **kwargs)
         self.emopt_plugin.attach(self)
 
-    def _synchronize(self) -> None:
-        for optimizer in self._optimizers:
-            synchronize(optimizer)
-
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
         """As Accelerate's, on current parameters and with the optimizer's whole state."""
-        self._synchronize()
+        synchronize(*self._optimizers)
         return super().save_state(*args, **kwargs)
 
     def get_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As Accelerate's, of current parameters; ``save_model`` uses it too."""
-        self._synchronize()
+        synchronize(*self._optimizers)
         return super().get_state_dict(*args, **kwargs)
 
 
 def trainer_environment(optimizer_cls: type[MatrixOptimizer]) -> dict[str, Any]:
-    """Keyword arguments from the environment for an optimizer that a ``Trainer`` builds.
-
-    ``EMOPT_OPTIM``, ``EMOPT_LR`` and ``EMOPT_WEIGHT_DECAY`` are left out: ``TrainingArguments`` has its own fields for them.
-
-    Raises:
-        ValueError: as for :class:`EmoptPlugin`.
-    """
+    """Keyword arguments from the environment for a ``Trainer``'s optimizer, without those that ``TrainingArguments`` has."""
     try:
         kwargs = parse_optim_args(_resolve("optim_args", None), optimizer_cls)
     except ValueError as error:
@@ -209,14 +181,13 @@ def _variable(name: str) -> str:
 
 def _resolve(name: str, value: Any) -> Any:
     """A field's value with its type, as given or from the environment; ``None`` where neither has one."""
-    variable, where = _variable(name), f"EmoptPlugin.{name}"
+    variable, field = f"environment variable {_variable(name)}", f"EmoptPlugin.{name}"
+    where = f"{field} ({variable})"
     if value is None:
-        value = os.environ.get(variable, "").strip()
+        where = f"{variable} ({field})"
+        value = os.environ.get(_variable(name), "").strip()
         if not value:
             return None
-        where = f"environment variable {variable} ({where})"
-    else:
-        where = f"{where} (environment variable {variable})"
     try:
         return _typed(name, value)
     except ValueError as error:

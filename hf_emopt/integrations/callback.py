@@ -21,11 +21,7 @@ VARIABLE = "EMOPT_DIAGNOSTICS"
 
 
 def level_of_environment() -> Level | None:
-    """The level that ``EMOPT_DIAGNOSTICS`` asks for.
-
-    Raises:
-        ValueError: for a value that is no level.
-    """
+    """The level that ``EMOPT_DIAGNOSTICS`` asks for; ``ValueError`` for a value that is no level."""
     value = os.environ.get(VARIABLE, "").strip()
     if not value:
         return None
@@ -59,10 +55,8 @@ class MeasuringCallback(TrainerCallback):
             assert level is not None
             optimizer.read_diagnostics(level)
 
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, *_: Any, logs: dict[str, Any] | None = None, **kwargs: Any
-    ) -> None:
-        optimizer = unwrap_optimizer(kwargs.get("optimizer"))
+    def on_log(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
+        logs, optimizer = kwargs.get("logs"), unwrap_optimizer(kwargs.get("optimizer"))
         if logs is not None and "learning_rate" in logs and optimizer is not None:
             add_to_log(logs, state, self.metrics(optimizer))
 
@@ -94,13 +88,13 @@ class EmoptCallback(MeasuringCallback):
     def on_train_begin(self, *_: Any, **kwargs: Any) -> None:
         """Sets the level of the optimizer; warns where the optimizer is none of ours."""
         optimizer = unwrap_optimizer(kwargs.get("optimizer"))
-        if optimizer is None:
-            logger.warning(
-                "EmoptCallback measures optimizers of hf_emopt, and this run trains with "
-                f'{type(kwargs.get("optimizer")).__name__}: write optim="muon", for instance, or leave the callback out.'
-            )
+        if optimizer is not None:
+            optimizer.diagnostics_state.level = self.level
             return
-        optimizer.diagnostics_state.level = self.level
+        logger.warning(
+            "EmoptCallback measures optimizers of hf_emopt, and this run trains with "
+            f'{type(kwargs.get("optimizer")).__name__}: write optim="muon", for instance, or leave the callback out.'
+        )
 
 
 def _will_log(args: TrainingArguments, state: TrainerState, dataloader: Any) -> bool:

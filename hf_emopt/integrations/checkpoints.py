@@ -1,13 +1,7 @@
 """Keeps parameters current and state whole where transformers and Accelerate read them.
 
-Callers assume two things that do not hold for a distributed optimizer. With ``overlap_param_gather`` the last updates may
-still be on their way when ``step()`` returns; and under DistributedDataParallel a rank holds the state of its own
-matrices only, while ``Trainer`` asks rank 0 alone for the state. So a ``Trainer`` finishes updates
-(``optimizer.synchronize()``) before it saves or evaluates, and gathers the state
-(``optimizer.consolidate_state_dict()``, a collective of all ranks) before it saves the optimizer.
-
-``Trainer`` resumes only from the file that its own layout would have written. The functions here read the state in any form,
-AdamW's included, and ``resume_from_checkpoint=True`` passes over checkpoints that died while they were saved.
+``Trainer`` finishes updates before it saves or evaluates, and gathers the state before it saves the optimizer. It resumes
+from the state in any form, AdamW's included, and ``resume_from_checkpoint=True`` passes over interrupted checkpoints.
 """
 
 from __future__ import annotations
@@ -35,7 +29,7 @@ from hf_emopt.checkpoint.files import (
     read_optimizer_state,
 )
 from hf_emopt.checkpoint.from_adamw import is_adamw
-from hf_emopt.integrations.patching import MARK, patch
+from hf_emopt.integrations.patching import MARK, Original, patch
 from hf_emopt.integrations.refusals import optim_name
 from hf_emopt.integrations.registry import OPTIMIZERS, PREFIX, unwrap_optimizer
 
@@ -45,18 +39,15 @@ SYNCHRONIZED = ("save_model", "evaluate", "predict", "_load_best_model")
 CONSOLIDATED = ("_save_optimizer_and_scheduler",)
 
 
-def synchronize(optimizer: Any) -> None:
-    """Makes parameters current; without effect on an optimizer that is not ours. No collective."""
-    ours = unwrap_optimizer(optimizer)
-    if ours is not None:
-        ours.synchronize()
+def synchronize(*optimizers: Any) -> None:
+    """Makes parameters current; without effect on optimizers that are not ours. No collective."""
+    for ours in map(unwrap_optimizer, optimizers):
+        if ours is not None:
+            ours.synchronize()
 
 
 def consolidate(optimizer: Any) -> None:
-    """Makes ``state_dict()`` whole on rank 0, or the first of the optimizer's; without effect on one that is not ours.
-
-    All ranks must call.
-    """
+    """Collective: makes ``state_dict()`` whole on the first rank; without effect on an optimizer that is not ours."""
     ours = unwrap_optimizer(optimizer)
     if ours is not None:
         ours.consolidate_state_dict()
@@ -75,9 +66,6 @@ def hook_trainer() -> None:
     patch(trainer.Trainer, "_load_from_checkpoint", _load_weights)
     patch(trainer.Trainer, "_save_checkpoint", _save)
     patch(trainer.Trainer, "train", _train)
-
-
-Original = Callable[..., Any]
 
 
 def _preceded(
@@ -165,17 +153,15 @@ def _named(self: trainer.Trainer, state: dict[str, Any]) -> dict[str, Any]:
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     chosen = set(self.get_decay_parameter_names(model))
     names = [[n for n in trained if n in chosen], [n for n in trained if n not in chosen]]
-    if any("param_names" in g for g in groups) or [len(g["params"]) for g in groups] != [len(n) for n in names]:
-        return state
-    if any(isinstance(index, str) for g in groups for index in g["params"]):
+    named = any("param_names" in g or any(isinstance(index, str) for index in g["params"]) for g in groups)
+    if named or [len(g["params"]) for g in groups] != [len(n) for n in names]:
         return state
     return {**state, "param_groups": [{**g, "param_names": n} for g, n in zip(groups, names)]}
 
 
 def _load_schedule(self: trainer.Trainer, ours: Any, checkpoint: str, foreign: bool) -> None:
-    file = Path(checkpoint) / "scheduler.pt"
     scheduler: Any = self.lr_scheduler
-    if not file.is_file():
+    if not (file := Path(checkpoint) / "scheduler.pt").is_file():
         return
     saved = torch.load(file, weights_only=True)
     if foreign:  # it has learning rates of AdamW's groups
@@ -217,14 +203,13 @@ def attach_checkpoint_hooks(accelerator: Any) -> None:
 
     def before_saving(*_: Any) -> None:
         # The weights are references to the parameters, so bringing these up to date is in time.
+        synchronize(*accelerator._optimizers)
         for optimizer in accelerator._optimizers:
-            synchronize(optimizer)
             consolidate(optimizer)
 
     def before_loading(*_: Any) -> None:
         # An update that arrives after the weights have been loaded would overwrite them.
-        for optimizer in accelerator._optimizers:
-            synchronize(optimizer)
+        synchronize(*accelerator._optimizers)
 
     accelerator.register_save_state_pre_hook(before_saving)
     accelerator.register_load_state_pre_hook(before_loading)

@@ -19,6 +19,7 @@ from hf_emopt.integrations.refusals import (
     deepspeed_problem,
     fsdp1_problem,
     megatron_problem,
+    section,
 )
 from hf_emopt.integrations.registry import OPTIMIZERS, did_you_mean, optimizer_class
 from hf_emopt.integrations.transformers import handler_of
@@ -37,11 +38,7 @@ Content = Mapping[str, Any]
 
 
 def _kind_of(content: Content, path: str | Path) -> str:
-    """``"accelerate"``, ``"trainer"`` or ``"deepspeed"``, by the keys.
-
-    Raises:
-        ValueError: when there is none of theirs.
-    """
+    """``"accelerate"``, ``"trainer"`` or ``"deepspeed"``, by the keys."""
     keys = set(content)
     if keys & _ACCELERATE:
         return "accelerate"
@@ -91,12 +88,10 @@ def _of_accelerate(content: Content, block: Any, path: str | Path) -> list[str]:
     if distributed == "MEGATRON_LM":
         problems.append(megatron_problem(name))
     if distributed == "FSDP":
-        fsdp = _mapping(content.get("fsdp_config"))
-        problems += _of_fsdp(name, fsdp, ("fsdp_version",), 1, ACCELERATE_FIX)
+        problems += _of_fsdp(name, section(content, "fsdp_config"), ("fsdp_version",), 1, ACCELERATE_FIX)
     if distributed == "DEEPSPEED":
-        problems += _some(
-            deepspeed_problem(name, _deepspeed_of_accelerate(_mapping(content.get("deepspeed_config")), path))
-        )
+        config = _deepspeed_of_accelerate(section(content, "deepspeed_config"), path)
+        problems += _some(deepspeed_problem(name, config))
     return problems
 
 
@@ -115,21 +110,15 @@ def _deepspeed_of_accelerate(flags: Content, path: str | Path) -> Content:
 def _of_trainer(content: Content, path: str | Path) -> list[str]:
     name = f"optim={content['optim']!r}" if "optim" in content else "an optimizer of hf_emopt"
     problems = _misspelt_arguments(content) + _optimizer_problems(content)
-    fsdp = content.get("fsdp_config")
-    fsdp = _named_file(fsdp, path) if isinstance(fsdp, str) else _mapping(fsdp)
+    fsdp = _given_or_named(content, "fsdp_config", path)
     problems += _of_fsdp(name, fsdp, ("version", "fsdp_version"), 2, TRAINER_FIX)
-    deepspeed = content.get("deepspeed")
-    if deepspeed:
-        config = _named_file(deepspeed, path) if isinstance(deepspeed, str) else _mapping(deepspeed)
-        problems += _some(deepspeed_problem(name, config))
+    if content.get("deepspeed"):
+        problems += _some(deepspeed_problem(name, _given_or_named(content, "deepspeed", path)))
     return problems
 
 
 def _misspelt_arguments(content: Content) -> list[str]:
-    """Keys that are nearly those of ``TrainingArguments``.
-
-    Other keys pass, since scripts read arguments of model and data from the same file.
-    """
+    """Keys that are nearly those of ``TrainingArguments``; others pass, since scripts read their own from the same file."""
     known = [field.name for field in fields(TrainingArguments)]
     hints = {str(key): did_you_mean(key, known, CLOSE) for key in content if key not in known}
     return [f"TrainingArguments has no argument {key!r}{hint}" for key, hint in hints.items() if hint]
@@ -163,8 +152,9 @@ def _of_fsdp(name: str, fsdp: Content, keys: Sequence[str], default: int, fix: s
     return [] if version == "2" else [f"fsdp_config: {key} {fsdp[key]!r} is no version of FSDP; write {key}: 2"]
 
 
-def _mapping(value: Any) -> Content:
-    return value if isinstance(value, Mapping) else {}
+def _given_or_named(content: Content, key: str, path: str | Path) -> Content:
+    value = content.get(key)
+    return _named_file(value, path) if isinstance(value, str) else section(content, key)
 
 
 def _named_file(name: str, path: str | Path) -> Content:

@@ -1,12 +1,7 @@
 """DeepSpeed: where parameters are in the flat tensors that ZeRO puts into the optimizer's groups, and what is refused.
 
-DeepSpeed takes the optimizer as its client and wraps it. The wrappers are told apart by their classes, because they differ in
-what they hand over: ZeRO-1 and 2 and ``BF16_Optimizer`` store a group's parameters one behind the other and cut the row in
-equal runs, ZeRO-3 cuts each parameter, and stage 0 leaves parameters whole. An unknown wrapper is an error, since the tensors
-that it hands over might look like parameters and be none.
-
-:func:`watch` has every ``deepspeed.initialize`` attach an optimizer of ours; ``import hf_emopt`` calls it. A run that resumes
-from a checkpoint of another layout loads whole weights into the flat tensors (:func:`load_weights`).
+ZeRO-1 and 2 and ``BF16_Optimizer`` store a group's parameters one behind the other and cut the row in equal runs, ZeRO-3 cuts
+each parameter, and stage 0 leaves parameters whole. DeepSpeed's wrappers are told apart by their classes.
 """
 
 from __future__ import annotations
@@ -15,7 +10,7 @@ import importlib.abc
 import importlib.machinery
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import accumulate
@@ -33,7 +28,7 @@ from hf_emopt.checkpoint.deepspeed_files import find_deepspeed, layout_of
 from hf_emopt.checkpoint.files import CheckpointError, find_fsdp_weights, read_fsdp_weights, read_safetensors
 from hf_emopt.distributed.flat_params import FlatTensor, cut_each, cut_together
 from hf_emopt.distributed.layout import Grid, UnsupportedLayoutError
-from hf_emopt.integrations.patching import MARK, patch
+from hf_emopt.integrations.patching import MARK, Original, patch
 from hf_emopt.integrations.refusals import config_problem, scheduler_problem
 from hf_emopt.optimizers.base import MatrixOptimizer
 
@@ -45,12 +40,7 @@ WRAPPERS = (
 
 
 def attach(engine: Any) -> None:
-    """Tells an optimizer of this package how a DeepSpeed engine has laid out its parameters.
-
-    ``deepspeed.initialize`` calls this itself once ``hf_emopt`` is imported.
-
-    Args:
-        engine: a ``DeepSpeedEngine`` whose client optimizer is one of this package.
+    """Tells the client optimizer of a ``DeepSpeedEngine``, one of this package, how its parameters are laid out.
 
     Raises:
         UnsupportedLayoutError: for a wrapper that is not known, or parallelism that cuts parameters in other ways.
@@ -94,26 +84,19 @@ def _is(wrapper: Any, module: str, name: str) -> bool:
     return type(wrapper).__module__ == f"deepspeed.runtime.{module}" and type(wrapper).__name__ == name
 
 
-# ---------------------------------------------------------------------- what lies where
-
-
-class _Grids:
-    """One grid for each process group."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, Grid] = {}
-
-    def of(self, group: Any) -> Grid:
-        if id(group) not in self._known:
-            ranks = tuple(dist.get_process_group_ranks(group))
-            self._known[id(group)] = Grid((ranks,), 0, dist.get_rank(group), group if len(ranks) > 1 else None)
-        return self._known[id(group)]
+def _grid(group: Any, known: dict[int, Grid]) -> Grid:
+    """The one grid of a process group."""
+    if id(group) not in known:
+        ranks = tuple(dist.get_process_group_ranks(group))
+        known[id(group)] = Grid((ranks,), 0, dist.get_rank(group), group if len(ranks) > 1 else None)
+    return known[id(group)]
 
 
 def _of_stage_1_and_2(wrapper: Any, optimizer: MatrixOptimizer) -> list[FlatTensor]:
-    grids, flats = _Grids(), []
+    grids: dict[int, Grid] = {}
+    flats = []
     for index, flat in enumerate(wrapper.single_partition_of_fp32_groups):
-        grid = grids.of(wrapper.real_dp_process_group[index])
+        grid = _grid(wrapper.real_dp_process_group[index], grids)
         count = len(wrapper.bit16_groups[index])
         _check_complete(optimizer, index, count)
         where = wrapper.round_robin_bit16_indices[index]  # round_robin_gradients puts parameters in another order
@@ -128,9 +111,10 @@ def _of_stage_1_and_2(wrapper: Any, optimizer: MatrixOptimizer) -> list[FlatTens
 
 
 def _of_bf16_optimizer(wrapper: Any, optimizer: MatrixOptimizer) -> list[FlatTensor]:
-    grids, flats = _Grids(), []
+    grids: dict[int, Grid] = {}
+    flats = []
     for index, flat in enumerate(wrapper.fp32_groups_flat_partition):
-        grid = grids.of(wrapper.real_dp_process_group[index])
+        grid = _grid(wrapper.real_dp_process_group[index], grids)
         members = wrapper.bf16_groups[index]
         _check_complete(optimizer, index, len(members))
         shapes = [tuple(param.shape) for param in members]
@@ -143,12 +127,13 @@ def _of_bf16_optimizer(wrapper: Any, optimizer: MatrixOptimizer) -> list[FlatTen
 def _of_stage_3(wrapper: Any, optimizer: MatrixOptimizer) -> list[FlatTensor]:
     from deepspeed.accelerator import get_accelerator
 
-    grids, flats = _Grids(), []
+    grids: dict[int, Grid] = {}
+    flats = []
     first = [0] * len(optimizer.param_groups)
     for sub_group, flat in enumerate(wrapper.fp32_partitioned_groups_flat):
         index = wrapper.sub_group_to_group_id[sub_group]
         members = wrapper.fp16_groups[sub_group]
-        grid = grids.of(wrapper.sub_group_process_groups[sub_group])
+        grid = _grid(wrapper.sub_group_process_groups[sub_group], grids)
         shapes = [tuple(param.ds_shape) for param in members]
         places = cut_each(shapes, grid.shards, grid.shard, first[index])
         for param, place in zip(members, places):
@@ -187,15 +172,8 @@ def _check_complete(optimizer: MatrixOptimizer, index: int, count: int) -> None:
         )
 
 
-# ---------------------------------------------------------------------- what is refused
-
-
-def refuse_config(engine: Any, optimizer: MatrixOptimizer) -> None:
-    """Refuses a configuration before DeepSpeed wraps anything.
-
-    Raises:
-        ValueError: naming the setting and what to write instead.
-    """
+def _refuse_config(engine: Any, optimizer: MatrixOptimizer) -> None:
+    """Refuses a configuration before DeepSpeed wraps anything."""
     problem = config_problem(engine.config)
     if problem is None and not engine.client_lr_scheduler:
         problem = scheduler_problem(engine.config, [float(group["lr"]) for group in optimizer.param_groups])
@@ -209,11 +187,7 @@ def refuse_config(engine: Any, optimizer: MatrixOptimizer) -> None:
 
 
 def refuse_native_muon(engine: Any) -> None:
-    """Refuses DeepSpeed's own Muon where it clips the orthogonalized update by a norm that grows with the model.
-
-    Raises:
-        ValueError: for ``"type": "Muon"`` with gradient clipping at ZeRO-1, 2 and 3.
-    """
+    """Refuses DeepSpeed's own Muon at ZeRO-1, 2 and 3 where it clips the orthogonalized update by the update's norm."""
     if str(engine.optimizer_name()).lower() != "muon" or engine.zero_optimization_stage() < 1:
         return
     clip = engine.gradient_clipping()
@@ -227,11 +201,7 @@ def refuse_native_muon(engine: Any) -> None:
 
 
 def refuse_engine(engine: Any, optimizer: MatrixOptimizer) -> None:
-    """Refuses parallelism that gives ranks other parameters.
-
-    Raises:
-        UnsupportedLayoutError: naming it.
-    """
+    """Refuses parallelism that gives ranks other parameters."""
     problem = None
     if type(engine).__name__ == "PipelineEngine":
         problem = "pipeline parallelism"
@@ -245,25 +215,18 @@ def refuse_engine(engine: Any, optimizer: MatrixOptimizer) -> None:
         )
 
 
-# ---------------------------------------------------------------------- deepspeed.initialize
-
-
 def watch() -> None:
     """Has DeepSpeed's engine attach optimizers of this package, now or when it is imported. Idempotent."""
     patch(accelerate.accelerator, "map_pytorch_optim_to_deepspeed", _map_optimizer)
     patch(trainer, "deepspeed_load_checkpoint", _load_checkpoint)
-    module = sys.modules.get(ENGINE_MODULE)
-    if module is not None:
-        _hook(module)
+    if ENGINE_MODULE in sys.modules:
+        _hook(sys.modules[ENGINE_MODULE])
     elif not any(getattr(finder, MARK, False) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
 
 def _hook(module: ModuleType) -> None:
     patch(module.DeepSpeedEngine, "_configure_optimizer", _configure_optimizer)
-
-
-Original = Callable[..., Any]
 
 
 def _save_checkpoint(optimizer: MatrixOptimizer, original: Original, *args: Any, **kwargs: Any) -> Any:
@@ -288,7 +251,7 @@ def _configure_optimizer(original: Original, engine: Any, client_optimizer: Any,
 
         def checked(optimizer: Any) -> Any:
             if isinstance(optimizer, MatrixOptimizer):
-                refuse_config(engine, optimizer)
+                _refuse_config(engine, optimizer)
                 stack.enter_context(_without_steps(optimizer))
             return optimizer
 
@@ -335,31 +298,21 @@ def _without_steps(optimizer: MatrixOptimizer) -> Iterator[None]:
             optimizer.step = kept  # type: ignore[method-assign]
 
 
-# ---------------------------------------------------------------------- resuming
-
-
 @torch.no_grad()
 def load_weights(engine: Any, weights: Mapping[str, Tensor]) -> None:
     """Loads whole weights into a DeepSpeed engine, in float32 for training and in the dtype of the forward pass.
 
-    All ranks must call it.
-
-    Args:
-        engine: with an optimizer of this package.
-        weights: by the names that the optimizer knows. Names of parameters that are not trained, and of buffers, are
-            loaded into the module at stages 0 to 2.
+    All ranks must call it. Parameters that are not trained, and buffers, are loaded at stages 0 to 2.
 
     Raises:
         ValueError: naming trained parameters that are missing, or that have another shape; nothing was changed by then.
     """
     optimizer, wrapper = _optimizer_of(engine), engine.optimizer
     optimizer.load_weights(weights)  # float32 copies, where DeepSpeed has them
-    if not optimizer.is_flattened:
+    if not optimizer.is_flattened or hasattr(wrapper, "update_lp_params"):
         engine.module.load_state_dict(weights, strict=False)
-        return
-    if hasattr(wrapper, "update_lp_params"):
-        engine.module.load_state_dict(weights, strict=False)
-        wrapper.update_lp_params()
+        if optimizer.is_flattened:
+            wrapper.update_lp_params()
         return
     for sub_group in range(len(wrapper.fp16_groups)):  # ZeRO-3, as at the end of its step
         wrapper._reassign_or_swap_out_partitioned_parameters(sub_group)
@@ -393,8 +346,7 @@ def _check_layout(engine: Any, folder: Path, checkpoint: str) -> None:
     """Refuses files of another stage or number of ranks, which DeepSpeed fails on in ways that name neither."""
     ranks, stages = layout_of(folder)
     stage = int(engine.zero_optimization_stage())
-    here = engine.seq_dp_world_size if stage else 0
-    if str(stage) not in stages or ranks != here:
+    if str(stage) not in stages or ranks != (engine.seq_dp_world_size if stage else 0):
         by = f"by {ranks} ranks at ZeRO stage {stages}" if ranks else "at ZeRO stage 0"
         raise CheckpointError(
             f"{checkpoint} was saved {by}, and this run has {engine.seq_dp_world_size} ranks at stage {stage}: `hf-emopt "

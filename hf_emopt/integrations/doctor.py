@@ -8,6 +8,7 @@ import platform
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
+from itertools import groupby
 from pathlib import Path
 from typing import Literal
 
@@ -35,14 +36,7 @@ _WHAT_FOR = {"deepspeed": "training under DeepSpeed", "peft": "LoRA and its kin"
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report.
-
-    Attributes:
-        section: environment, versions, backends, kernels, or config.
-        name: what it is about.
-        status: ``"problem"`` makes the exit status 1; a ``"note"`` is worth knowing.
-        text: what was found; of a problem, with its fix.
-    """
+    """One line of the report. A ``"problem"`` has its fix in the text, and makes the exit status 1."""
 
     section: str
     name: str
@@ -51,11 +45,7 @@ class Finding:
 
 
 def examine(config: str | Path | None = None) -> list[Finding]:
-    """Looks at this machine and, if given, at a configuration file.
-
-    Raises:
-        FileNotFoundError, ValueError: see :func:`hf_emopt.integrations.config_files.problems_of_config`.
-    """
+    """Examines this machine and, if given, a configuration file. Errors as for ``config_files.problems_of_config``."""
     findings = [*_environment(), *_versions(), *_backends(), *_kernels()]
     if config is not None:
         findings += _config(config)
@@ -70,17 +60,13 @@ def run(config: str | None, as_json: bool) -> int:
         print(json.dumps({"ok": not problems, "findings": [asdict(f) for f in findings]}))
         return int(bool(problems))
     marks = {"ok": "  ", "note": "- ", "problem": "! "}
-    section, width = "", max(len(f.name) for f in findings)
-    for finding in findings:
-        if finding.section != section:
-            section = finding.section
-            print(f"{section}:")
-        print(f"  {marks[finding.status]}{finding.name:<{width}}  {finding.text}")
+    width = max(len(f.name) for f in findings)
+    for section, lines in groupby(findings, key=lambda f: f.section):
+        print(f"{section}:")
+        for finding in lines:
+            print(f"  {marks[finding.status]}{finding.name:<{width}}  {finding.text}")
     print(f"{len(problems)} problem(s)" if problems else "no problem found")
     return int(bool(problems))
-
-
-# ---------------------------------------------------------------------- environment and versions
 
 
 def _environment() -> Iterator[Finding]:
@@ -109,20 +95,17 @@ def _versions() -> Iterator[Finding]:
     try:
         wanted = requires("hf-emopt") or []
     except PackageNotFoundError:
-        yield Finding(
-            "versions", "hf-emopt", "note", "run from a folder that is not installed: no ranges to check against"
-        )
+        text = "run from a folder that is not installed: no ranges to check against"
+        yield Finding("versions", "hf-emopt", "note", text)
         wanted = []
-    seen: set[str] = set()
+    found: dict[str, Requirement] = {}
     for requirement in map(Requirement, wanted):
         name = requirement.name.lower()
         extras = ("", *_WHAT_FOR) if name in _WHAT_FOR else ("",)
-        needed = any(requirement.marker is None or requirement.marker.evaluate({"extra": extra}) for extra in extras)
-        if needed and name not in seen:
-            seen.add(name)
-            yield _package(name, requirement)
-    for name in (n for n in _WHAT_FOR if n not in seen):
-        yield _package(name, Requirement(name))
+        if any(requirement.marker is None or requirement.marker.evaluate({"extra": extra}) for extra in extras):
+            found.setdefault(name, requirement)
+    for name in dict.fromkeys((*found, *_WHAT_FOR)):
+        yield _package(name, found.get(name) or Requirement(name))
 
 
 def _package(name: str, requirement: Requirement) -> Finding:
@@ -134,16 +117,12 @@ def _package(name: str, requirement: Requirement) -> Finding:
             return Finding("versions", name, "note", f"not installed; for {_WHAT_FOR[name]}: pip install '{wanted}'")
         return Finding("versions", name, "problem", f"not installed: pip install '{wanted}'")
     if not requirement.specifier.contains(found, prereleases=True):
-        return Finding(
-            "versions", name, "problem", f"{found} is outside {requirement.specifier}: pip install '{wanted}'"
-        )
+        text = f"{found} is outside {requirement.specifier}: pip install '{wanted}'"
+        return Finding("versions", name, "problem", text)
     tested = TESTED.get(name)
     if tested is not None and Version(found).release[:2] > Version(tested).release[:2]:
         return Finding("versions", name, "note", f"{found}, newer than the newest tested, {tested}")
     return Finding("versions", name, "ok", f"{found} ({requirement.specifier or 'any'})")
-
-
-# ---------------------------------------------------------------------- what would run how
 
 
 def _backends() -> Iterator[Finding]:
@@ -156,36 +135,30 @@ def _backends() -> Iterator[Finding]:
     if not torch.distributed.is_available():
         yield Finding(section, "several", "note", "this build of torch has no torch.distributed: one process only")
         return
-    yield Finding(
-        section, "DDP", "ok", f"{several}; one owner a matrix, its state there alone, updates gathered in {wire}"
-    )
+    text = f"{several}; one owner a matrix, its state there alone, updates gathered in {wire}"
+    yield Finding(section, "DDP", "ok", text)
     yield Finding(section, "FSDP2", "ok", f"{several}; shards go to the owner of a matrix and updates back, in {wire}")
     yield Finding(section, "HSDP", "ok", "as FSDP2 within a replica; all replicas share the work. Needs 4 processes")
     yield Finding(section, "FSDP1", "note", "refused: it flattens matrices. Use FSDP2 (fsdp_version: 2)")
     yield _tensor_parallelism()
-    yield _deepspeed()
+    try:
+        text = 'ZeRO 0 to 3 without an "optimizer" block; gradients are clipped before the transform'
+        yield Finding(section, "DeepSpeed", "ok", f"{version('deepspeed')}: {text}")
+    except PackageNotFoundError:
+        yield Finding(section, "DeepSpeed", "note", "not installed")
 
 
 def _tensor_parallelism() -> Finding:
     import transformers.distributed
 
-    if not hasattr(transformers.distributed, "DistributedConfig"):
-        text = "transformers has no DistributedConfig: upgrade it to shard models while they load"
-        return Finding("backends", "tensor parallel", "note", text)
-    if not can_save():
+    status: Status = "note"
+    text = "transformers has no DistributedConfig: upgrade it to shard models while they load"
+    if hasattr(transformers.distributed, "DistributedConfig"):
         text = "trains; saving the optimizer of a model that was sharded while it was loaded takes transformers 5.20"
-        return Finding("backends", "tensor parallel", "note", text)
-    text = "transformers' DistributedConfig (tp_size, ep_size); tensor_parallel=auto picks the cheapest way for each matrix"
-    return Finding("backends", "tensor parallel", "ok", text)
-
-
-def _deepspeed() -> Finding:
-    try:
-        found = version("deepspeed")
-    except PackageNotFoundError:
-        return Finding("backends", "DeepSpeed", "note", "not installed")
-    text = f'{found}: ZeRO 0 to 3 without an "optimizer" block; gradients are clipped before the transform'
-    return Finding("backends", "DeepSpeed", "ok", text)
+        if can_save():
+            status, way = "ok", "tensor_parallel=auto picks the cheapest way for each matrix"
+            text = f"transformers' DistributedConfig (tp_size, ep_size); {way}"
+    return Finding("backends", "tensor parallel", status, text)
 
 
 def _kernels() -> Iterator[Finding]:
@@ -193,24 +166,21 @@ def _kernels() -> Iterator[Finding]:
     section, device = "kernels", torch.device("cuda", 0) if torch.cuda.device_count() else torch.device("cpu")
     reason = _no_kernels(device)
     if reason is not None:
-        yield Finding(
-            section, "triton", "note" if device.type == "cuda" else "ok", f"off, torch's products run: {reason}"
-        )
+        status: Status = "note" if device.type == "cuda" else "ok"
+        yield Finding(section, "triton", status, f"off, torch's products run: {reason}")
         return
     yield Finding(section, "triton", "ok", f"on for {device}{' (interpreter)' if runtime.interpreting() else ''}")
     capability = runtime.architecture(device)
     if capability is None:
         return
     path, entries = configs.table_path(capability), configs.load_table(capability)
-    if entries:
-        text = f"{path.name} has {len(entries)} measured problems: symmetric products and the Gram form run as kernels"
-        yield Finding(section, f"table sm_{capability}", "ok", text)
-    else:
+    text = f"{path.name} has {len(entries)} measured problems: symmetric products and the Gram form run as kernels"
+    if not entries:
         text = (
             f"no table for sm_{capability}: orthogonalization runs in torch, elementwise passes as kernels. Measure one with "
             f"`hf-emopt bench kernels --tune TABLE` and set {configs.TABLE_VARIABLE}=TABLE"
         )
-        yield Finding(section, f"table sm_{capability}", "note", text)
+    yield Finding(section, f"table sm_{capability}", "ok" if entries else "note", text)
 
 
 def _no_kernels(device: torch.device) -> str | None:

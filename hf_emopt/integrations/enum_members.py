@@ -1,9 +1,7 @@
 """Adds a member to a string enum that is already defined.
 
-``transformers.training_args.OptimizerNames`` is a closed enum: ``TrainingArguments`` looks its ``optim`` up in it, the
-argument parser computes its choices from it, and an enum with members cannot be subclassed. So the member is written
-into the enum's own tables. They have kept their names from Python 3.10 to 3.14; the module imports nothing but the
-standard library, so that the tests can run it under each interpreter at hand.
+``OptimizerNames`` of transformers is a closed enum, so the member is written into the enum's own tables, whose names are the
+same from Python 3.10 to 3.14. The module imports the standard library alone, so that tests can run it under each interpreter.
 """
 
 from __future__ import annotations
@@ -21,10 +19,7 @@ def add_string_member(enum: type[E], name: str, value: str) -> tuple[E, bool]:
     An added member pickles as the plain string, which equals it: the default (a reference to ``enum.NAME``) could be
     loaded only where this package has been imported, and it ends up in every ``training_args.bin``.
 
-    Args:
-        enum: subclass of both ``str`` and :class:`~enum.Enum`.
-        name: attribute name; ``EMOPT_`` is put in front where another member has it.
-        value: the member's string.
+    ``EMOPT_`` is put before a name that another member has.
 
     Returns:
         The member, and whether it was added.

@@ -1,13 +1,5 @@
 """``hf-emopt launch``: ``accelerate launch`` with an ``emopt_config:`` block in its YAML.
 
-.. code-block:: yaml
-
-    distributed_type: MULTI_GPU
-    num_processes: 2
-    emopt_config:
-      optim: muon
-      overlap_param_gather: true
-
 Accelerate refuses keys that it does not know. So the block is taken out, checked and exported as ``EMOPT_*`` variables,
 which :class:`hf_emopt.EmoptPlugin` and ``Trainer`` read, and Accelerate's own launcher gets the rest of the file.
 """
@@ -41,10 +33,7 @@ _DESCRIPTION = (
 
 
 def launch(arguments: Sequence[str]) -> int:
-    """Runs ``accelerate launch`` with ``arguments``.
-
-    Args:
-        arguments: options of ``accelerate launch``, the script, its arguments.
+    """Runs ``accelerate launch`` with ``arguments``: its options, the script, the script's arguments.
 
     Returns:
         The exit status of a script that was run in one process; several processes that fail raise what torch raises.
@@ -57,9 +46,7 @@ def launch(arguments: Sequence[str]) -> int:
     parser.prog, parser.usage, parser.description = "hf-emopt launch", _USAGE, _DESCRIPTION
     options = parser.parse_args(list(arguments))
     path = options.config_file or (default_config_file if os.path.isfile(default_config_file) else None)
-    if path is None:
-        return _run(options)
-    block, rest = split_config(path)
+    block, rest = (None, {}) if path is None else split_config(path)
     if block is None:
         return _run(options)
     environment = environment_of(block, str(path))
@@ -84,11 +71,7 @@ def _run(options: Any) -> int:
 
 
 def split_config(path: str | Path, flag: str = "--config_file") -> tuple[Any, dict[str, Any]]:
-    """The ``emopt_config`` block of a configuration, ``None`` where there is none, and the configuration without it.
-
-    Args:
-        path: YAML or JSON.
-        flag: that a user gave the file by, for messages.
+    """The ``emopt_config`` block (or ``None``) of a YAML or JSON file that a user gave by ``flag``, and the rest of the file.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -113,11 +96,7 @@ def split_config(path: str | Path, flag: str = "--config_file") -> tuple[Any, di
 
 
 def environment_of(block: Any, path: str) -> dict[str, str]:
-    """The block as environment variables, checked.
-
-    Args:
-        block: mapping of the fields of :class:`hf_emopt.EmoptPlugin`; a field that is null is left out.
-        path: file that it comes from, for messages.
+    """The block of the file ``path`` as environment variables, checked; a field that is null is left out.
 
     Raises:
         ValueError: unknown key, with the nearest known one; bad value, with what is accepted.
@@ -134,10 +113,5 @@ def environment_of(block: Any, path: str) -> dict[str, str]:
         EmoptPlugin(**given)
     except ValueError as error:
         raise ValueError(f"{path}: {BLOCK}: {error}") from None
-    return {ENVIRONMENT_PREFIX + key.upper(): _text(value) for key, value in given.items()}
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return json.dumps(value)
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    texts = {key: json.dumps(v) if isinstance(v, (Mapping, bool)) else str(v) for key, v in given.items()}
+    return {ENVIRONMENT_PREFIX + key.upper(): text for key, text in texts.items()}

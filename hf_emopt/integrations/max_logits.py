@@ -1,8 +1,7 @@
 """The largest attention logit of every head, measured while a transformers model runs, whatever computes its attention.
 
-Attention modules of transformers ask ``AttentionInterface.get_interface`` for the function that computes them (eager, SDPA,
-FlashAttention, FlexAttention, kernels from the Hub). While a recorder is on, they get a function that measures query and key
-first.
+Attention modules of transformers ask ``AttentionInterface.get_interface`` for the function that computes them. While a
+recorder is on, they get a function that measures query and key first.
 """
 
 from __future__ import annotations
@@ -78,8 +77,6 @@ class MaxLogits:
         self._ran: set[str] = set()
         self._hooks: list[Any] = []
 
-    # --- on and off ---------------------------------------------------------------------------------------------------
-
     @property
     def recording(self) -> bool:
         return self in _recorders
@@ -89,7 +86,8 @@ class MaxLogits:
         if self.recording:
             return
         for query_key in self.found.values():
-            self._hooks.append(query_key.module.register_forward_hook(_Ran(self, query_key.name)))
+            hook = partial(self._note_ran, weakref.ref(self), query_key.name)
+            self._hooks.append(query_key.module.register_forward_hook(hook))
         _recorders.add(self)
         AttentionInterface.get_interface = _get_interface  # type: ignore[method-assign]
 
@@ -121,11 +119,18 @@ class MaxLogits:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    # --- measuring ----------------------------------------------------------------------------------------------------
+    @staticmethod
+    def _note_ran(reference: weakref.ref[MaxLogits], name: str, module: nn.Module, *_: Any) -> None:
+        """A hook that notes that an attention module ran and had to be measured."""
+        recorder = reference()
+        if recorder is not None and (module.training or not recorder.training_only):
+            recorder._ran.add(name)
 
     def _measure(self, implementation: str | None, module: nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
         query_key = self._by_module.get(id(module))
-        if query_key is None or (self.training_only and not module.training) or _in_backward():
+        # During a backward pass gradient checkpointing repeats forward passes.
+        in_backward = torch._C._current_graph_task_id() != -1
+        if query_key is None or (self.training_only and not module.training) or in_backward:
             return
         query, key = _local(args[0]), _local(args[1])
         if query.shape[2] == 0 or key.shape[2] == 0:
@@ -167,8 +172,6 @@ class MaxLogits:
             "say which; use tensor parallelism of transformers, whose weights are DTensors, or leave it out with modules=..."
         )
 
-    # --- result -------------------------------------------------------------------------------------------------------
-
     def max_logits(self) -> dict[str, Tensor]:
         """The maxima by the name of the attention module, ``(heads,)`` float32; ``-inf`` for what did not run.
 
@@ -184,31 +187,15 @@ class MaxLogits:
                 f"QK-clip: {name} ({type(self.found[name].module).__name__}) computes its attention itself and not through "
                 "transformers' attention interface, so its logits cannot be measured; leave it out with modules=..."
             )
-        device = next((value.device for value in self._best.values()), None) or _device_of(self.found)
-        flat = torch.cat(
-            [
-                self._best[name].to(device, torch.float32)
-                if name in self._best
-                else torch.full((query_key.heads,), -torch.inf, device=device)
-                for name, query_key in self.found.items()
-            ]
-        )
+        weights = (part.parameter for found in self.found.values() for part in (*found.query, *found.key))
+        device = next((tensor.device for tensor in (*self._best.values(), *weights)), torch.device("cpu"))
+        unmeasured = {name: torch.full((found.heads,), -torch.inf) for name, found in self.found.items()}
+        best = {**unmeasured, **self._best}
+        flat = torch.cat([best[name].to(device, torch.float32) for name in self.found])
         if self.process_group != "self" and dist.is_available() and dist.is_initialized():
             dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=self.process_group)
         sizes = [query_key.heads for query_key in self.found.values()]
         return dict(zip(self.found, flat.split(sizes)))
-
-
-class _Ran:
-    """A hook that notes that an attention module ran and had to be measured."""
-
-    def __init__(self, recorder: MaxLogits, name: str) -> None:
-        self.recorder, self.name = weakref.ref(recorder), name
-
-    def __call__(self, module: nn.Module, *_: Any) -> None:
-        recorder = self.recorder()
-        if recorder is not None and not (recorder.training_only and not module.training):
-            recorder._ran.add(self.name)
 
 
 def _get_interface(
@@ -230,11 +217,6 @@ def _note(implementation: str | None, module: nn.Module, args: tuple[Any, ...], 
         recorder._measure(implementation, module, args, kwargs)
 
 
-def _in_backward() -> bool:
-    """Whether a backward pass is running, in which gradient checkpointing repeats forward passes."""
-    return bool(torch._C._current_graph_task_id() != -1)
-
-
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -246,9 +228,3 @@ def _tensor_parallel_rank(weight: DTensor, parts: int) -> int | None:
         if mesh.size(d) == parts and getattr(weight.placements[d], "dim", None) == 0:
             return int(mesh.get_local_rank(d))
     return None
-
-
-def _device_of(found: dict[str, QueryKey]) -> torch.device:
-    parts = (part for query_key in found.values() for part in (*query_key.query, *query_key.key))
-    first = next(parts, None)
-    return torch.device("cpu") if first is None else first.parameter.device

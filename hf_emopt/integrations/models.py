@@ -17,20 +17,16 @@ def load_config(source: str, trust_remote_code: bool = False) -> transformers.Pr
     """A model's configuration. Arguments and errors as for :func:`load_meta_model`."""
     path = Path(source)
     local = path.suffix == ".json" or path.exists()
-    if local:
-        file = path / "config.json" if path.is_dir() else path
-        if not file.is_file():
-            raise FileNotFoundError(
-                f"{file} does not exist; give a folder with a config.json, such a file, or a Hub id"
-            )
+    file = path / "config.json" if path.is_dir() else path
+    if local and not file.is_file():
+        raise FileNotFoundError(f"{file} does not exist; give a folder with a config.json, such a file, or a Hub id")
     try:
         return transformers.AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
     except OSError as error:
         if local:
             raise ValueError(f"{source} cannot be read as a configuration: {error}") from error
-        raise ValueError(
-            f"no configuration for {source!r}: it is no local path, and the Hub gave none ({error})"
-        ) from error
+        problem = f"no configuration for {source!r}: it is no local path, and the Hub gave none ({error})"
+        raise ValueError(problem) from error
 
 
 def load_meta_model(source: str, trust_remote_code: bool = False) -> nn.Module:
@@ -38,7 +34,6 @@ def load_meta_model(source: str, trust_remote_code: bool = False) -> nn.Module:
 
     Args:
         source: a Hub id, a folder with a ``config.json``, or the path of such a file. Paths need no network.
-        trust_remote_code: run the modelling code that a Hub repository ships.
 
     Returns:
         The class that the configuration names under ``architectures``, else the first of transformers' auto classes that
@@ -78,11 +73,10 @@ def random_language_model(
     """A causal language model with random float32 weights, whole on ``device`` and in training mode.
 
     Args:
-        source: what :func:`load_config` takes, or the arguments of a ``LlamaConfig``.
+        source: what :func:`load_config` takes, with its errors, or the arguments of a ``LlamaConfig``.
 
     Raises:
-        FileNotFoundError: when a path does not lead to a configuration.
-        ValueError: when there is no such model, or it is no causal language model.
+        ValueError: when it is no causal language model.
     """
     config: Any
     if isinstance(source, str):

@@ -1,8 +1,4 @@
-"""``TrainingArguments(optim_args=...)``, typed and checked.
-
-The optimizer's signature is the single source of the keys, their types and their defaults: a new keyword argument of an
-optimizer class is a new key here, with nothing to keep in step.
-"""
+"""``TrainingArguments(optim_args=...)``, typed and checked by the optimizer's signature."""
 
 from __future__ import annotations
 
@@ -43,9 +39,7 @@ _UNION_ORDER: tuple[Any, ...] = (type(None), bool, int, float, torch.dtype)
 def optimizer_options(optimizer_cls: type) -> dict[str, Any]:
     """Keyword arguments of an optimizer that ``optim_args`` can set, with their resolved annotations.
 
-    Args:
-        optimizer_cls: class whose ``__init__`` is annotated; ``**kwargs`` stands for the arguments of the next class
-            in the method resolution order.
+    ``**kwargs`` of an ``__init__`` stands for the arguments of the next class in the method resolution order.
 
     Raises:
         TypeError: an argument has no annotation, so that a text could not be given a type.
@@ -83,19 +77,30 @@ def parse_optim_args(optim_args: str | Mapping[str, Any] | None, optimizer_cls: 
             value. The message names the key, what is close to it, the accepted form and all keys.
     """
     options = optimizer_options(optimizer_cls)
+    try:
+        return _parsed(optim_args, options)
+    except ValueError as error:
+        problem = str(error)
+    aliases = [alias for alias, name in ALIASES.items() if name in options and alias not in options]
+    raise ValueError(
+        f"optim_args for {optimizer_cls.__name__}: {problem}{'' if problem.endswith('?') else '.'} Accepted form: {EXAMPLE}, "
+        f"or a mapping. Keys: {', '.join(sorted([*options, *aliases]))}."
+    )
+
+
+def _parsed(optim_args: str | Mapping[str, Any] | None, options: Mapping[str, Any]) -> dict[str, Any]:
     result: dict[str, Any] = {}
-    for key, value in _entries(optim_args, optimizer_cls, options):
+    for key, value in _entries(optim_args, options):
         name = _named(key, options)
         if name not in options:
-            raise _error(_unknown_key(key, options), optimizer_cls, options)
+            raise ValueError(_unknown_key(key, options))
         if name in result:
-            also = f" (it means {name!r})" if name != key else ""
-            raise _error(f"key {key!r} is given twice{also}", optimizer_cls, options)
+            raise ValueError(f"key {key!r} is given twice" + (f" (it means {name!r})" if name != key else ""))
         try:
             result[name] = parse_value(value, options[name])
         except ValueError:
-            form = _form(options[name], key)
-            raise _error(f"bad value {value!r} for key {key!r}; write {form}", optimizer_cls, options) from None
+            form = accepted_form(options[name])
+            raise ValueError(f"bad value {value!r} for key {key!r}; write {key}={form}") from None
     return result
 
 
@@ -105,7 +110,16 @@ def parse_value(value: Any, annotation: Any) -> Any:
     Raises:
         ValueError: it does not fit; see :func:`accepted_form`.
     """
-    return _from_text(value, annotation) if isinstance(value, str) else _checked(value, annotation)
+    is_text = isinstance(value, str)
+    members = _members(annotation, is_text)
+    if len(members) == 1:
+        return _from_text(value, members[0]) if is_text else _checked(value, members[0])
+    for member in members:
+        try:
+            return parse_value(value, member)
+        except ValueError:
+            continue
+    raise ValueError(value)
 
 
 def accepted_form(annotation: Any) -> str:
@@ -113,29 +127,25 @@ def accepted_form(annotation: Any) -> str:
     return " or ".join(dict.fromkeys(form for member in _members(annotation) if (form := _value_form(member))))
 
 
-def _entries(
-    optim_args: str | Mapping[str, Any] | None, optimizer_cls: type, options: Mapping[str, Any]
-) -> Iterator[tuple[str, Any]]:
+def _entries(optim_args: str | Mapping[str, Any] | None, options: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Pairs of key and value, one by one: the first mistake is the one reported, whether of form or of type."""
     if isinstance(optim_args, Mapping):
         yield from ((str(key), value) for key, value in optim_args.items())
         return
-    if optim_args is None:
+    if optim_args is not None and not isinstance(optim_args, str):
+        raise ValueError(f"expected a string or a mapping, got {type(optim_args).__name__}")
+    if not optim_args or not optim_args.strip():
         return
-    if not isinstance(optim_args, str):
-        raise _error(f"expected a string or a mapping, got {type(optim_args).__name__}", optimizer_cls, options)
     if optim_args.lstrip().startswith("{"):
         try:
             yield from json.loads(optim_args).items()
         except json.JSONDecodeError as error:
-            raise _error(f"not valid JSON ({error})", optimizer_cls, options) from None
-        return
-    if not optim_args.strip():
+            raise ValueError(f"not valid JSON ({error})") from None
         return
     for entry in optim_args.split(","):
         key, *values = (part.strip() for part in entry.split("="))
         if problem := _malformed(entry, key, values, optim_args, options):
-            raise _error(problem, optimizer_cls, options)
+            raise ValueError(problem)
         yield key, values[0]
 
 
@@ -146,13 +156,12 @@ def _malformed(entry: str, key: str, values: list[str], whole: str, options: Map
         return f"{where}: {whole!r}"
     if not values:
         name = _named(key, options)
-        hint = f"write {_form(options[name], key)}" if name in options else _unknown_key(key, options)
+        hint = f"write {key}={accepted_form(options[name])}" if name in options else _unknown_key(key, options)
         return f"key {key!r} has no value; {hint}"
     if len(values) > 1:
-        as_json = json.dumps({key: "=".join(values)})
         return (
             f"entry {entry.strip()!r} has more than one '='; a string that holds one is given in a mapping or as JSON: "
-            f"{as_json}"
+            f"{json.dumps({key: '='.join(values)})}"
         )
     if not key or not values[0]:
         return f"entry {entry.strip()!r} has an empty {'value' if key else 'key'}"
@@ -171,19 +180,12 @@ def _unknown_key(key: str, options: Mapping[str, Any]) -> str:
     return f"unknown key {key!r}" + (f"; did you mean {' or '.join(map(repr, close))}?" if close else "")
 
 
-def _error(problem: str, optimizer_cls: type, options: Mapping[str, Any]) -> ValueError:
-    aliases = [alias for alias, name in ALIASES.items() if name in options and alias not in options]
-    stop = "" if problem.endswith("?") else "."
-    return ValueError(
-        f"optim_args for {optimizer_cls.__name__}: {problem}{stop} Accepted form: {EXAMPLE}, or a mapping. "
-        f"Keys: {', '.join(sorted([*options, *aliases]))}."
-    )
-
-
-def _members(annotation: Any) -> tuple[Any, ...]:
-    """The members of a union, most specific first; the annotation itself where it is none."""
+def _members(annotation: Any, is_text: bool = True) -> Sequence[Any]:
+    """The members of a union, for a text the most specific first; the annotation itself where it is none."""
     if typing.get_origin(annotation) not in (Union, types.UnionType):
         return (annotation,)
+    if not is_text:
+        return typing.get_args(annotation)
 
     def rank(member: Any) -> int:
         if member in _UNION_ORDER:
@@ -193,7 +195,7 @@ def _members(annotation: Any) -> tuple[Any, ...]:
     members = sorted(typing.get_args(annotation), key=rank)
     if str in members:  # a text is one regular expression, not a list cut at its colons
         members = [m for m in members if not (typing.get_origin(m) in _SEQUENCES and str in typing.get_args(m))]
-    return tuple(members)
+    return members
 
 
 def _element_types(annotation: Any, length: int) -> Sequence[Any]:
@@ -206,16 +208,7 @@ def _element_types(annotation: Any, length: int) -> Sequence[Any]:
 
 
 def _from_text(text: str, annotation: Any) -> Any:
-    """A value of the annotated type; ValueError where the text is none."""
-    members = _members(annotation)
-    if len(members) > 1:
-        for member in members:
-            try:
-                return _from_text(text, member)
-            except ValueError:
-                continue
-        raise ValueError(text)
-    annotation, folded = members[0], text.lower()
+    folded = text.lower()
     if annotation is type(None) and folded in ("none", "null"):
         return None
     if annotation is bool and folded in _BOOLS:
@@ -237,7 +230,7 @@ def _from_text(text: str, annotation: Any) -> Any:
         nested = any(typing.get_origin(a) in _SEQUENCES for a in typing.get_args(annotation))
         parts = text.split("/") if nested else text.replace("/", ":").split(":")
         kinds = _element_types(annotation, len(parts))
-        return tuple(_from_text(part.strip(), kind) for part, kind in zip(parts, kinds, strict=True))
+        return tuple(parse_value(part.strip(), kind) for part, kind in zip(parts, kinds, strict=True))
     raise ValueError(text)
 
 
@@ -246,13 +239,6 @@ def _checked(value: Any, annotation: Any) -> Any:
     if annotation is Any:
         return value
     origin = typing.get_origin(annotation)
-    if origin in (Union, types.UnionType):
-        for member in typing.get_args(annotation):
-            try:
-                return _checked(value, member)
-            except ValueError:
-                continue
-        raise ValueError(value)
     if origin is Literal and value in typing.get_args(annotation):
         return value
     if origin in _SEQUENCES and isinstance(value, Sequence) and not isinstance(value, str):
@@ -265,11 +251,6 @@ def _checked(value: Any, annotation: Any) -> Any:
     if origin is None and isinstance(annotation, type) and annotation is not float and isinstance(value, annotation):
         return value
     raise ValueError(value)
-
-
-def _form(annotation: Any, key: str) -> str:
-    """What may stand after ``key=``, for an error message."""
-    return f"{key}={accepted_form(annotation)}"
 
 
 def _value_form(annotation: Any) -> str:

@@ -8,17 +8,14 @@ from collections.abc import Callable
 from typing import Any
 
 MARK = "__hf_emopt__"
-"""Attribute of everything that this package puts into another one. A reload of the package then replaces its own work instead
-of taking it for a rival's. The attribute of a wrapper is the function that it wraps."""
+"""Attribute of everything that this package puts into another one, by which a reload of the package knows its own work. The
+attribute of a wrapper is the function that it wraps."""
+
+Original = Callable[..., Any]
 
 
 def patch(holder: Any, name: str, replacement: Callable[..., Any]) -> bool:
-    """Has calls of ``holder.name(...)`` run ``replacement(original, ...)``. Idempotent.
-
-    Args:
-        holder: a class or a module.
-        name: the attribute; static methods stay static.
-        replacement: takes the original function, then the arguments of the call.
+    """Has calls of ``holder.name(...)``, of a class or module, run ``replacement(original, ...)``. Idempotent.
 
     Returns:
         Whether ``holder`` has the attribute; nothing is changed where it has not.

@@ -64,8 +64,7 @@ class QKClipCallback(TrainerCallback):
 
         Raises:
             ValueError: under DeepSpeed, context or sequence parallelism; with ``torch_compile`` unless ``every`` is 1; where
-                queries or keys come of adapters; and see
-                :class:`hf_emopt.MaxLogits`.
+                queries or keys come of adapters; and see :class:`hf_emopt.MaxLogits`.
         """
         _refuse(args)
         if args.torch_compile and self.every > 1:
@@ -119,10 +118,9 @@ class QKClipCallback(TrainerCallback):
         self._largest = max(self._largest, report.max_logit)
         self._clipped += report.clipped_heads
 
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, *_: Any, logs: dict[str, Any] | None = None, **kwargs: Any
-    ) -> None:
+    def on_log(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         """Adds what was measured since the last log."""
+        logs = kwargs.get("logs")
         if logs is None or "loss" not in logs or self._largest == float("-inf"):
             return
         add_to_log(logs, state, {"qk_clip/max_logit": self._largest, "qk_clip/clipped_heads": self._clipped})
@@ -140,7 +138,7 @@ class QKClipCallback(TrainerCallback):
 
 
 def _refuse(args: TrainingArguments) -> None:
-    """Raises where weights or sequences are cut in a way that hides heads or logits."""
+    """Refuses weights or sequences that are cut in a way that hides heads or logits."""
     if getattr(args, "deepspeed", None) or getattr(args, "deepspeed_plugin", None):
         raise ValueError(
             "QKClipCallback: DeepSpeed keeps the weights that it steps in flat tensors of its own, in which rows of heads "

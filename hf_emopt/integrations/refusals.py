@@ -1,8 +1,6 @@
 """Ways of training that would not give the update of a single process; each is refused with what to use instead.
 
-The refusals come before the first step, from configurations and models. A layout that they miss is refused by
-``hf_emopt.distributed.layout`` at the step. DeepSpeed and Accelerate replace or step aside for an optimizer without a word
-under several configurations; none of these falls back to another optimizer.
+The refusals come before the first step, from configurations and models. None falls back to another optimizer.
 """
 
 from __future__ import annotations
@@ -29,10 +27,7 @@ def optim_name(args: TrainingArguments) -> str:
 
 
 def refuse_unsupported(args: TrainingArguments, model: nn.Module | None) -> None:
-    """Refuses what a ``Trainer`` cannot train rightly with a matrix optimizer.
-
-    Called before the optimizer is built, which is when the model is still whole, or sharded while it was loaded, or
-    (FSDP1) already flattened.
+    """Refuses what a ``Trainer`` cannot train rightly with a matrix optimizer, before the optimizer is built.
 
     Raises:
         ValueError: for DeepSpeed configurations that would replace the optimizer, for FSDP1, and for parameters that are
@@ -58,11 +53,7 @@ def warn_of_missing_fsdp() -> None:
 
 
 def refuse_deepspeed(args: TrainingArguments) -> None:
-    """Refuses DeepSpeed configurations that would replace the optimizer, or not show it matrices.
-
-    Raises:
-        ValueError: naming the setting of the DeepSpeed configuration and what to write instead.
-    """
+    """Refuses DeepSpeed configurations that would replace the optimizer, or not show it matrices."""
     plugin = getattr(args, "deepspeed_plugin", None)
     if plugin is not None:
         _refuse_plugin(f"optim={optim_name(args)!r}", plugin)
@@ -75,12 +66,7 @@ def _refuse_plugin(name: str, plugin: Any) -> None:
 
 
 def deepspeed_problem(name: str, config: Mapping[str, Any]) -> str | None:
-    """What in a DeepSpeed configuration is refused where Accelerate or ``Trainer`` use it, and what to write instead.
-
-    Args:
-        name: the optimizer, for the message.
-        config: as in the JSON file.
-    """
+    """What in a DeepSpeed configuration is refused where Accelerate or ``Trainer`` use it, and what to write instead."""
     problem = config_problem(config)
     if problem is None and "zero_optimization" not in config:
         problem = 'Accelerate needs a "zero_optimization" block: write "zero_optimization": {"stage": 0} for none'
@@ -94,10 +80,6 @@ def megatron_problem(name: str) -> str:
 
 def refuse_accelerator(accelerator: Any, name: str) -> None:
     """The same refusals for an ``accelerate.Accelerator``.
-
-    Args:
-        accelerator: its state says how models will be wrapped.
-        name: the optimizer, for the message.
 
     Raises:
         ValueError: for Megatron-LM, FSDP1 and DeepSpeed configurations that would replace the optimizer.
@@ -114,12 +96,7 @@ def refuse_accelerator(accelerator: Any, name: str) -> None:
 
 
 def refuse_layouts(name: str, model: nn.Module | None) -> None:
-    """Refuses parameters of which no rank holds elements.
-
-    Args:
-        name: the optimizer, for the message.
-        model: its parameters may be plain, or DTensors that are sharded or replicated over any dimensions of their mesh
-            (FSDP2, HSDP, and what transformers' ``DistributedConfig`` makes of ``tp_size``, ``ep_size``, ``fsdp_size``).
+    """Refuses parameters of which no rank holds elements; DTensors may be sharded or replicated over any mesh dimensions.
 
     Raises:
         ValueError: for partial sums, and for modules under FSDP1.
@@ -129,11 +106,9 @@ def refuse_layouts(name: str, model: nn.Module | None) -> None:
     if _has_fsdp1(model):
         raise ValueError(fsdp1_problem(name, "torch.distributed.fsdp.fully_shard"))
     for parameter_name, parameter in model.named_parameters():
-        if (
-            parameter.requires_grad
-            and isinstance(parameter, DTensor)
-            and any(p.is_partial() for p in parameter.placements)
-        ):
+        if not (parameter.requires_grad and isinstance(parameter, DTensor)):
+            continue
+        if any(p.is_partial() for p in parameter.placements):
             raise ValueError(
                 f"{name} does not run on parameters laid out as {parameter_name} is, {tuple(parameter.placements)} on a mesh "
                 f"{tuple(parameter.device_mesh.shape)}: partial sums are no weights; redistribute the parameter first"
@@ -163,30 +138,20 @@ def fsdp1_problem(name: str, fix: str) -> str:
     )
 
 
-# ---------------------------------------------------------------------- configurations of DeepSpeed
-
-
 def config_problem(config: Mapping[str, Any]) -> str | None:
-    """What in a DeepSpeed configuration a matrix optimizer cannot be trained with, and what to write instead.
-
-    Args:
-        config: as in the JSON file; ``"auto"`` counts as not given.
-
-    Returns:
-        Cause and fix, or ``None``.
-    """
+    """What in DeepSpeed's JSON (``"auto"`` counts as not given) a matrix optimizer cannot train with, and the fix."""
     return next(_config_problems(config), None)
 
 
 def _config_problems(config: Mapping[str, Any]) -> Iterator[str]:
-    zero = _section(config, "zero_optimization")
+    zero = section(config, "zero_optimization")
     if "optimizer" in config:
-        kind = _section(config, "optimizer").get("type", "an optimizer")
+        kind = section(config, "optimizer").get("type", "an optimizer")
         yield (
             f"the DeepSpeed configuration names an optimizer of its own, {kind}, and one of the two would be dropped: remove "
             'the "optimizer" block from it'
         )
-    offload = _section(zero, "offload_optimizer")
+    offload = section(zero, "offload_optimizer")
     device = "cpu" if zero.get("cpu_offload") is True else str(offload.get("device", "none"))
     if device == "nvme":
         yield (
@@ -204,12 +169,12 @@ def _config_problems(config: Mapping[str, Any]) -> Iterator[str]:
                 "with offload_optimizer DeepSpeed and Accelerate replace the optimizer by DeepSpeedCPUAdam unless the "
                 'DeepSpeed configuration says "zero_force_ds_cpu_optimizer": false: write that at its top level'
             )
-    if _section(config, "fp16").get("enabled") is True and zero.get("stage", 0) == 0:
+    if section(config, "fp16").get("enabled") is True and zero.get("stage", 0) == 0:
         yield (
             '"fp16" at ZeRO stage 0: DeepSpeed divides gradients there by a loss scale that it has not multiplied the loss '
             'by, so that they underflow, and steps that overflow are not seen. Set "stage": 1, which trains the same'
         )
-    autocast = _section(config, "torch_autocast")
+    autocast = section(config, "torch_autocast")
     dtype = str(autocast.get("dtype"))
     if autocast.get("enabled") is True and "16" in dtype and "bf" not in dtype:
         yield (
@@ -221,7 +186,7 @@ def _config_problems(config: Mapping[str, Any]) -> Iterator[str]:
             '"elastic_checkpoint": true saves state as if all of it were flat: remove it. `hf-emopt convert` makes '
             "checkpoints that load at another number of ranks"
         )
-    if _number(_section(config, "tensor_parallel").get("autotp_size")) > 1:
+    if _number(section(config, "tensor_parallel").get("autotp_size")) > 1:
         yield "DeepSpeed's tensor parallelism (autotp_size) cuts matrices: remove it, or use transformers' DistributedConfig"
     if _number(zero.get("mics_shard_size")) > 0:
         yield "MiCS (mics_shard_size) is not supported: remove it, or use HSDP"
@@ -231,7 +196,8 @@ def _config_problems(config: Mapping[str, Any]) -> Iterator[str]:
         yield 'SuperOffload has an optimizer of its own: remove "super_offload"'
 
 
-def _section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+def section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """A mapping inside of a configuration, empty where there is none."""
     value = config.get(key)
     return value if isinstance(value, Mapping) else {}
 
@@ -255,17 +221,9 @@ number is that of all groups; a list has one for each. Zero keeps every ratio.""
 
 
 def scheduler_problem(config: Mapping[str, Any], rates: Sequence[float]) -> str | None:
-    """What in a ``"scheduler"`` block would give groups of different learning rates the same one.
-
-    Args:
-        config: as in the JSON file, with numbers where it had ``"auto"``.
-        rates: learning rates of the optimizer's groups.
-
-    Returns:
-        Cause and fix, or ``None``.
-    """
-    scheduler = _section(config, "scheduler")
-    kind, given = str(scheduler.get("type")), _section(scheduler, "params")
+    """What in a ``"scheduler"`` block would give groups of different learning rates (``rates``) the same one, and the fix."""
+    scheduler = section(config, "scheduler")
+    kind, given = str(scheduler.get("type")), section(scheduler, "params")
     if len(set(rates)) < 2:
         return None
     for key, default in _ABSOLUTE.get(kind, {}).items():

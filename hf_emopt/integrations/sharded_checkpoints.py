@@ -23,9 +23,7 @@ from hf_emopt.checkpoint.files import CheckpointError
 from hf_emopt.integrations.checkpoints import all_gather_values
 from hf_emopt.integrations.registry import unwrap_optimizer
 
-FOLDER = "optimizer_sharded"
-"""Inside a checkpoint, what ``torch.distributed.checkpoint`` writes."""
-
+FOLDER = "optimizer_sharded"  # inside a checkpoint, what torch.distributed.checkpoint writes
 _SCHEDULER = "scheduler.pt"
 
 
@@ -44,11 +42,7 @@ def can_save() -> bool:
 
 @contextmanager
 def permitted(model: Any, args: Any) -> Iterator[None]:
-    """A context in which ``Trainer`` accepts a sharded model whose optimizer is to be saved as well.
-
-    Raises:
-        ValueError: transformers is too old to write such an optimizer.
-    """
+    """A context in which ``Trainer`` accepts a sharded model whose optimizer is to be saved as well."""
     refused = is_sharded_at_load(model) and args is not None and not args.save_only_model
     if not refused or args.save_strategy == SaveStrategy.NO:
         yield
@@ -79,21 +73,17 @@ def save_optimizer(trainer: Any, folder: str | Path) -> None:
 
 
 def load_optimizer(trainer: Any, folder: str | Path) -> bool:
-    """Loads optimizer and schedule from a checkpoint, and returns whether it has them. All ranks must call it.
-
-    Raises:
-        CheckpointError: some ranks see the state and some do not.
-    """
+    """Loads optimizer and schedule from a checkpoint, and returns whether it has them. All ranks must call it."""
     from transformers.distributed.checkpoint import load_optimizer_distributed
 
     ours = unwrap_optimizer(trainer.optimizer)
     assert ours is not None
     path = Path(folder) / FOLDER
     seen = all_gather_values(path.is_dir())
+    missing = [rank for rank, found in enumerate(seen) if not found]
     if not any(seen):
         return False
-    if not all(seen):
-        missing = [rank for rank, found in enumerate(seen) if not found]
+    if missing:
         raise CheckpointError(f"ranks {missing} do not see {path}: put the checkpoint where all do")
     load_optimizer_distributed(trainer.model, ours, str(path))
     if (Path(folder) / _SCHEDULER).is_file():
@@ -103,11 +93,7 @@ def load_optimizer(trainer: Any, folder: str | Path) -> bool:
 
 @torch.no_grad()
 def load_weights(model: Any, folder: str | Path) -> None:
-    """Loads this rank's part of whole weights that ``save_pretrained`` has written. All ranks must call it.
-
-    Raises:
-        CheckpointError: the weights there are another model's.
-    """
+    """Loads this rank's part of whole weights that ``save_pretrained`` has written. All ranks must call it."""
     config = model.config.distributed_config
     other = type(model).from_pretrained(str(folder), distributed_config=config, dtype=model.dtype)
     read = dict(other.named_parameters()) | dict(other.named_buffers())
@@ -115,7 +101,5 @@ def load_weights(model: Any, folder: str | Path) -> None:
         source = read.get(name)
         if source is None or source.shape != target.shape:
             raise CheckpointError(f"{folder} has no weight {name} of shape {tuple(target.shape)}")
-        if isinstance(target, DTensor):
-            target.to_local().copy_(source.to_local())
-        else:
-            target.copy_(source)
+        pair = [t.to_local() if isinstance(t, DTensor) else t for t in (target, source)]
+        pair[0].copy_(pair[1])

@@ -1,18 +1,7 @@
 """Optimizer names for ``TrainingArguments(optim=...)`` and what a plain ``Trainer`` needs to run them well.
 
-transformers has no entry point for optimizers, so :func:`register` (called on ``import hf_emopt``) does five things,
-all idempotent and without effect on other optimizers:
-
-1. adds members to ``OptimizerNames`` and handlers to the table that ``Trainer`` looks them up in;
-2. wraps ``Trainer.get_optimizer_cls_and_kwargs``: it cuts ``optim_args`` into strings before it asks the handler, and
-   dies there of a list, a flag or a mapping with an error that names nothing. Ours are parsed by
-   :mod:`hf_emopt.integrations.optim_args` instead;
-3. adds :class:`DefaultCallback` to the default callbacks: every group's learning rate in the logs, diagnostics where they
-   are asked for, and the route of the parameters once at the start. A callback of the user's would run after the loggers'
-   callbacks;
-4. wraps the methods of ``Trainer`` that save and evaluate: see :mod:`hf_emopt.integrations.checkpoints`;
-5. wraps ``Trainer.create_optimizer``, which would give one of our classes in ``optimizer_cls_and_kwargs`` two lists of
-   parameters, in which nothing says which of them are embeddings and heads.
+transformers has no entry point for optimizers, so ``import hf_emopt`` calls :func:`register`, which adds names, handlers and
+a default callback to its tables, and wraps methods of ``Trainer``. Other optimizers see no effect.
 """
 
 from __future__ import annotations
@@ -69,9 +58,6 @@ def optimizer_kwargs(args: TrainingArguments, optimizer_cls: type[MatrixOptimize
     ``learning_rate`` and ``weight_decay`` are the matrix part's and, unless ``optim_args`` says otherwise, the AdamW
     part's; ``adam_beta1``, ``adam_beta2`` and ``adam_epsilon`` are the AdamW part's. The environment
     (``EMOPT_TRANSPORT_DTYPE`` and so on, see :class:`hf_emopt.EmoptPlugin`) is laid over them, and ``optim_args`` over all.
-
-    Raises:
-        ValueError: ``optim_args`` cannot be read; see :func:`hf_emopt.integrations.optim_args.parse_optim_args`.
     """
     return {
         "lr": args.learning_rate,
@@ -83,22 +69,10 @@ def optimizer_kwargs(args: TrainingArguments, optimizer_cls: type[MatrixOptimize
     }
 
 
-def _make_handler(optimizer_cls: type[MatrixOptimizer]) -> Handler:
-    def handler(context: OptimizerContext) -> tuple[Any, dict[str, Any]]:
-        refuse_unsupported(context.args, context.model)
-        return OptimizerFactory(optimizer_cls), optimizer_kwargs(context.args, optimizer_cls)
-
-    setattr(handler, MARK, True)
-    return handler
-
-
 def register_optimizer(name: str, optimizer_cls: type[MatrixOptimizer]) -> None:
     """Makes ``optim=name`` train with ``optimizer_cls``; a name that transformers itself implements is left alone.
 
-    Args:
-        name: lower-case name, as written in ``TrainingArguments(optim=...)``.
-        optimizer_cls: takes a module as first argument; its annotated keyword arguments become the keys of
-            ``optim_args``.
+    The class takes a module as first argument; its annotated keyword arguments become the keys of ``optim_args``.
     """
     member, _ = add_string_member(training_args.OptimizerNames, name.upper(), name)
     handlers = trainer_optimizer._OPTIMIZER_HANDLERS
@@ -111,7 +85,13 @@ def register_optimizer(name: str, optimizer_cls: type[MatrixOptimizer]) -> None:
                 f"use optim={PREFIX + name!r} for hf_emopt's."
             )
         return
-    handlers[member] = _make_handler(optimizer_cls)
+
+    def handler(context: OptimizerContext) -> tuple[Any, dict[str, Any]]:
+        refuse_unsupported(context.args, context.model)
+        return OptimizerFactory(optimizer_cls), optimizer_kwargs(context.args, optimizer_cls)
+
+    setattr(handler, MARK, True)
+    handlers[member] = handler
 
 
 def register() -> None:
@@ -136,7 +116,7 @@ def handler_of(args: TrainingArguments) -> Handler | None:
 def _get_optimizer_cls_and_kwargs(
     original: Callable[..., tuple[Any, Any]], args: TrainingArguments, model: Any = None
 ) -> tuple[Any, Any]:
-    """Shows our handlers ``optim_args`` before transformers cuts it up."""
+    """Shows our handlers ``optim_args`` before transformers cuts it up, which fails on a list, a flag or a mapping."""
     handler = handler_of(args)
     if handler is None:
         return original(args, model)
@@ -144,7 +124,7 @@ def _get_optimizer_cls_and_kwargs(
 
 
 def _create_optimizer(original: Callable[..., Any], self: trainer.Trainer, *args: Any, **options: Any) -> Any:
-    """Gives our classes the model."""
+    """Gives our classes the model, in place of two lists of parameters that do not say which are embeddings and heads."""
     given = getattr(self, "optimizer_cls_and_kwargs", None)
     cls = given[0] if given is not None else None
     if self.optimizer is None and isinstance(cls, type) and issubclass(cls, MatrixOptimizer):
@@ -152,19 +132,15 @@ def _create_optimizer(original: Callable[..., Any], self: trainer.Trainer, *args
         refuse_unsupported(self.args, self.model)
         model = next((m for m in (*args, options.get("model")) if m is not None), self.model)
         if not {"params", "model", "optimizer_dict"} & set(given[1]):
-            # The two lists of parameters that the model replaces hold the decay.
             decay = {"weight_decay": self.args.weight_decay}
             self.optimizer_cls_and_kwargs = cls, {**decay, **given[1], "model": model}
     return original(self, *args, **options)
 
 
 def group_learning_rates(optimizer: MatrixOptimizer, peak: bool = False) -> dict[str, float]:
-    """Learning rates by kind of parameter group, ``{"lr/matrix": ..., "lr/aux": ...}``, as they are now.
+    """Learning rates by kind of group, ``{"lr/matrix": ..., "lr/aux": ...}``, now or, with ``peak``, as the user gave them.
 
-    With ``peak``, the rates as the user gave them, which a scheduler warms up to.
-
-    Groups of one kind that started from the same rate and still have it (with and without weight decay, say) are one
-    entry; any other is added under its own name.
+    Groups of one kind with the same rates are one entry; any other is added under its own name.
     """
     rates: dict[str, float] = {}
     starts: dict[str, float] = {}
@@ -183,11 +159,9 @@ def group_learning_rates(optimizer: MatrixOptimizer, peak: bool = False) -> dict
 class DefaultCallback(MeasuringCallback):
     """Shows what a matrix optimizer does; silent for every other optimizer.
 
-    At the start of training: one line at warning level (so that it is seen under the default verbosity) and the whole
-    route of the parameters at info level. In each training log: ``lr/matrix`` and ``lr/aux`` beside ``learning_rate``,
-    which is the first group's alone, ``skipped_steps`` once a step has been skipped for a gradient that is not finite, and
-    the diagnostics that :class:`hf_emopt.EmoptCallback` or the environment has asked for. A callback of the user's would run
-    after the loggers' callbacks.
+    At the start of training: one line at warning level and the whole route of the parameters at info level. In each training
+    log: ``lr/matrix`` and ``lr/aux``, ``skipped_steps`` once a step has been skipped, and the diagnostics that are asked for.
+    A callback of the user's would run after the loggers' callbacks.
     """
 
     route_level = levels.INFO
@@ -206,20 +180,12 @@ class DefaultCallback(MeasuringCallback):
         return {**rates, **({"skipped_steps": skipped} if skipped else {}), **measured}
 
     def on_init_end(self, args: TrainingArguments, *_: Any, **kwargs: Any) -> None:
-        """Refuses before models are wrapped.
-
-        Raises:
-            ValueError: see :func:`hf_emopt.integrations.refusals.refuse_unsupported`.
-        """
+        """Refuses before models are wrapped."""
         if handler_of(args) is not None and kwargs.get("optimizer") is None:
             refuse_unsupported(args, kwargs.get("model"))
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
-        """Logs the route.
-
-        Raises:
-            ValueError: ``args.optim`` names one of ours, but DeepSpeed's own configuration chose the optimizer.
-        """
+        """Logs the route; refuses a configuration of DeepSpeed that chose the optimizer instead of ``args.optim``."""
         optimizer = unwrap_optimizer(kwargs.get("optimizer"))
         if optimizer is None:
             if handler_of(args) is not None:

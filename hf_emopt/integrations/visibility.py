@@ -17,11 +17,9 @@ def visible_of(
 
     Args:
         implementation: name that the function is registered under; ``None`` or ``"eager"`` for a model's own.
-        module: the attention module.
         query, key: ``(B, H, Q, D)``, ``(B, H_kv, K, D)``.
         mask: of four dimensions for eager and SDPA; of two, for padding, for FlashAttention; a ``BlockMask`` of
             FlexAttention; ``None``.
-        kwargs: of the call.
 
     Raises:
         ValueError: for a mask of another form.
@@ -57,16 +55,15 @@ def _padded(mask: Tensor, query: Tensor, key: Tensor) -> Visible:
 def _flash(module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, kwargs: dict[str, Any]) -> Visible:
     """FlashAttention: padding by a mask of two dimensions, packed sequences by lengths or positions, windows by size."""
     queries, keys = query.shape[2], key.shape[2]
-    causal = _causal(module, kwargs)
     size = kwargs.get("sliding_window")
     window = (size - 1, size - 1) if size is not None and keys > size else None
-    options: dict[str, Any] = {"causal": causal, "window": window, "offset": keys - queries}
+    options: dict[str, Any] = {"causal": _causal(module, kwargs), "window": window, "offset": keys - queries}
     if mask is not None:
         padded = _padded(mask, query, key)
         return Visible(**options, keys=padded.keys, queries=padded.queries)
-    lengths = (kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k"))
-    if lengths[0] is not None and lengths[1] is not None:
-        return _packed(lengths[0], lengths[1], query, key, options)
+    starts_q, starts_k = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
+    if starts_q is not None and starts_k is not None:
+        return _packed(starts_q, starts_k, query, key, options)
     positions = kwargs.get("position_ids")
     if positions is not None and query.shape[0] == 1 and queries == keys and positions.dim() == 2:
         starts = positions[:, :1].new_zeros(1, queries)
