@@ -13,15 +13,7 @@ from torch import nn
 
 from hf_emopt.optimizers.base import MatrixOptimizer
 from hf_emopt.rules.muon import MuonRule
-from hf_emopt.tools.forecast.amounts import (
-    Array,
-    BucketAmounts,
-    Kind,
-    bucket_amounts,
-    held,
-    memory,
-    spread,
-)
+from hf_emopt.tools.forecast.amounts import Array, BucketAmounts, Kind, bucket_amounts, held, memory, spread
 from hf_emopt.tools.forecast.hardware import EFFICIENCY, HOST, NVLINK_LATENCY_US, UNFUSED, Gpu, Network
 from hf_emopt.tools.forecast.layouts import Layout, Placed, communication_bytes, parameter_of, place
 from hf_emopt.tools.forecast.products import has_kernels
@@ -31,12 +23,7 @@ from hf_emopt.tools.forecast.work import Passes, Work, passes, refresh_seconds, 
 
 @dataclass(frozen=True)
 class Machine:
-    """What the ranks are.
-
-    Attributes:
-        gpu: one a rank.
-        network: between nodes.
-    """
+    """What the ranks are: a GPU each, and the network between nodes."""
 
     gpu: Gpu
     network: Network
@@ -51,8 +38,7 @@ class Machine:
         world = len(ranks)
         if world == 1 or received == 0:
             return 0.0
-        node = {rank // self.gpu.per_node for rank in ranks[:1]}
-        near = sum(rank // self.gpu.per_node in node for rank in ranks)
+        near = sum(rank // self.gpu.per_node == ranks[0] // self.gpu.per_node for rank in ranks)
         far = world - near
         inside = received * (near - 1) / world / (self.gpu.nvlink_gb_s * 1e9 * EFFICIENCY.nvlink)
         outside = received * far / world / (self.network.gb_s * 1e9 * EFFICIENCY.network)
@@ -78,21 +64,15 @@ class Forecast:
     """One optimizer on one layout: seconds of a step on the rank that takes longest.
 
     Attributes:
-        placed: the plans.
-        products: of transforms.
-        passes: of elementwise passes.
-        exchange: of collectives, hidden or not.
+        products, passes: of transforms, and of elementwise passes.
+        exchange, exposed_exchange: of collectives, and of those that no other bucket's work hides.
         compute_group_sums: of all-reduces among ranks that share a matrix, which hide behind nothing.
-        exposed_exchange: of the exchange that no other bucket's work hides.
-        device: of the device, without exchange and writes that overlap hides.
-        host: of Python and launches, at the same time as the device.
+        device, host: of the device, without what overlap hides, and of Python and launches at the same time.
         refresh: that refreshes of factors add to the mean step, with the wait for the rank that has most.
         seconds, largest_seconds: of the mean step from an idle device, and of the longest step in a period.
         received_bytes, sent_bytes: of the rank with most, its own part of an all-to-all counted.
         flops_balance, time_balance, bytes_balance: largest over mean, of operations, of transform times and of bytes.
         matrices, buckets, compute_groups: matrices in the model, buckets, and matrices that several ranks transform together.
-        memory: bytes by rank.
-        adamw: fused AdamW on the same layout.
     """
 
     def __init__(self, optimizer: MatrixOptimizer, machine: Machine, placed: Placed, frozen_bytes: int) -> None:
@@ -265,13 +245,11 @@ def forecast(
     frozen_bytes: int = 0,
     max_bucket_numel: int | None = None,
 ) -> Forecast:
-    """What a step of this optimizer takes.
+    """What a step of this optimizer takes, whose model is on the meta device or has not been wrapped.
 
     Args:
-        optimizer: of a model on the meta device, or of a real one that has not been wrapped.
-        model: for the layout with tensor parallelism, whose plan it has.
+        model, max_bucket_numel: see :func:`~hf_emopt.tools.forecast.layouts.place`.
         frozen_bytes: of weights that are not trained.
-        max_bucket_numel: of each rank in a bucket, instead of what the optimizer has.
 
     Raises:
         ValueError: when layout and model do not fit, or state is offloaded, whose time is not modelled.
