@@ -174,7 +174,8 @@ def compare(shapes: Sequence[Shape], keep: Callable[[list[dict[str, Any]]], obje
         results.update({name: {"failed": why} for name, why in failed.items()})
         calls.clear()
         row["bound"] = bound_ms(shape)
-        print(format_row(row), flush=True)
+        cells = [f"{name} {one['ms']:.3f}" if "ms" in one else f"{name} failed" for name, one in results.items()]
+        print(f"{' x '.join(map(str, shape))}: {'  '.join(cells)}  bound {row['bound']:.3f}", flush=True)
         rows.append(row)
         keep(rows)
         del references, x
@@ -209,7 +210,9 @@ def measure_product(
     a = torch.randn(batch, m, k, device="cuda", dtype=torch.float16)
     out = a.new_empty(batch, m, m)
     c = torch.zeros_like(out) if with_c else None
-    general = functools.partial(torch.bmm if c is None else functools.partial(torch.baddbmm, c), a, a.mT, out=out)
+    general = functools.partial(torch.bmm, a, a.mT, out=out)
+    if c is not None:
+        general = functools.partial(torch.baddbmm, c, a, a.mT, out=out)
     functions: dict[Config | None, Callable[[], Any]] = {None: general}
     for config in candidates:
         functions[config] = functools.partial(symmetric_product, a, a, c, out, alpha=1.0, beta=1.0, config=config)
@@ -217,15 +220,6 @@ def measure_product(
         return in_turn(functions, 15.0)
     eights = {key: graphed(lambda call=call: [call() for _ in range(8)]) for key, call in functions.items()}  # type: ignore[misc]
     return {key: ms / 8 for key, ms in in_turn(eights, 15.0).items()}
-
-
-def format_row(row: dict[str, Any]) -> str:
-    batch, m, n = row["shape"]
-    cells = [
-        f"{name} {result['ms']:.3f}" if "ms" in result else f"{name} failed"
-        for name, result in row["implementations"].items()
-    ]
-    return f"{batch} x {m} x {n}: " + "  ".join(cells) + f"  bound {row['bound']:.3f}"
 
 
 def report(rows: Sequence[dict[str, Any]]) -> str:
@@ -239,14 +233,11 @@ def report(rows: Sequence[dict[str, Any]]) -> str:
     lines.append("")
     for ours in (name for name in names if name.startswith("hf_emopt")):
         for other in (name for name in names if not name.startswith("hf_emopt")):
-            pairs = [
-                (row["implementations"][ours]["ms"], row["implementations"][other]["ms"])
-                for row in rows
-                if all("ms" in row["implementations"].get(name, {}) for name in (ours, other))
-            ]
-            if pairs:
-                ratio = statistics.geometric_mean([a / b for a, b in pairs])
-                lines.append(f"{ours} / {other}: {ratio:.3f} (geometric mean of {len(pairs)} shapes)")
+            pairs = [(row["implementations"][ours], row["implementations"].get(other, {})) for row in rows]
+            ratios = [a["ms"] / b["ms"] for a, b in pairs if "ms" in a and "ms" in b]
+            if ratios:
+                mean = statistics.geometric_mean(ratios)
+                lines.append(f"{ours} / {other}: {mean:.3f} (geometric mean of {len(ratios)} shapes)")
     return "\n".join(lines)
 
 
@@ -257,21 +248,17 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    names = [
-        name for name in dict.fromkeys(n for row in rows for n in row["implementations"]) if name != "torch.compile"
-    ]
+    names = dict.fromkeys(name for row in rows for name in row["implementations"] if name != "torch.compile")
     figure, axes = plt.subplots(figsize=(max(7.0, 1.2 * len(rows)), 4.0), layout="constrained")
     width = 0.8 / max(len(names), 1)
     for i, name in enumerate(names):
-        heights = [
-            row["implementations"].get(name, {}).get("ms", math.nan)
-            / row["implementations"].get("torch.compile", {}).get("ms", math.nan)
-            for row in rows
+        times = [
+            [row["implementations"].get(n, {}).get("ms", math.nan) for row in rows] for n in (name, "torch.compile")
         ]
+        heights = [ours / compiled for ours, compiled in zip(*times)]
         axes.bar([j + i * width for j in range(len(rows))], heights, width, label=name)
-    axes.set_xticks(
-        [j + 0.4 for j in range(len(rows))], [" x ".join(map(str, row["shape"])) for row in rows], rotation=30
-    )
+    labels = [" x ".join(map(str, row["shape"])) for row in rows]
+    axes.set_xticks([j + 0.4 for j in range(len(rows))], labels, rotation=30)
     axes.axhline(1.0, color="black", linewidth=0.8)
     axes.set_ylabel("time / torch.compile's")
     axes.legend(fontsize="small")
@@ -285,11 +272,7 @@ def run(
     tune_table: str | None = None,
     make_plot: bool = True,
 ) -> int:
-    """The subcommand: measures, prints, and writes ``output`` and a plot.
-
-    Raises:
-        ValueError: there is no CUDA device, or a shape that is none.
-    """
+    """The subcommand: measures, prints, and writes ``output`` and a plot; raises ``ValueError`` without a CUDA device."""
     if not torch.cuda.is_available():
         raise ValueError("bench kernels needs a CUDA device; torch sees none")
     chosen = SHAPES if not shapes else tuple(parse_shape(text) for text in shapes)

@@ -147,15 +147,14 @@ def attempt(
     """:func:`measure`; where it fails the row says why. ``label`` is printed after the name when it is done."""
     try:
         row = measure(name, maker, settings, device, unlike)
-    except Unavailable as reason:
-        row = {"optimizer_name": name, "unavailable": str(reason)}
+    except Unavailable as error:
+        row = {"optimizer_name": name, "unavailable": str(error)}
     except Exception as error:
         row = {"optimizer_name": name, "error": f"{type(error).__name__}: {error}"}
     clean(device)
     if dist.get_rank() == 0:
-        print(
-            f"{name}{', ' if label else ''}{label}: {row.get('error') or row.get('unavailable') or 'done'}", flush=True
-        )
+        result = row.get("error") or row.get("unavailable") or "done"
+        print(f"{name}{', ' if label else ''}{label}: {result}", flush=True)
     return row
 
 
@@ -268,18 +267,16 @@ class _Run:
 
     def __init__(self, maker: Maker | None, settings: Settings, device: torch.device) -> None:
         self.settings, self.device = settings, device
-        self.laid: Laid = lay_out(
-            build_model(settings.model, device, settings.trust_remote_code),
-            settings.layout, device, settings.replicas, settings.tp_size,
-        )  # fmt: skip
-        self.optimizer = optimizer = None if maker is None else maker(self.laid.raw, settings)
+        model = build_model(settings.model, device, settings.trust_remote_code)
+        self.laid: Laid = lay_out(model, settings.layout, device, settings.replicas, settings.tp_size)
+        self.optimizer = None if maker is None else maker(self.laid.raw, settings)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         config: Any = self.laid.raw.config
         shape = (settings.tokens // settings.length, settings.length)
         self.ids = torch.randint(0, int(config.vocab_size), shape, device=device)
         self.clock = Clock(device)
-        first, period = refresh_schedule(optimizer)
+        first, period = refresh_schedule(self.optimizer)
         self.scheduled = period > 1
         # Refreshes differ in how many sides they are of, and the second of a kind is recorded as a graph.
         self.warmup = max(settings.warmup, first) + (2 * period if self.scheduled else 0)
@@ -306,8 +303,7 @@ class _Run:
         return {"step": whole, "optimizer": optimizer, "forward_backward": forward_backward}, loss
 
     def running(self) -> list[float]:
-        """Milliseconds from the end of each step to the end of the next. The first is not counted, but its work that
-        overlaps the next is."""
+        """Milliseconds from the end of each step to the end of the next."""
         clock = self.clock
         clock.now(barrier=True)
         self.step()

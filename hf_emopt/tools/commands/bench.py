@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from dataclasses import asdict, fields
+from pathlib import Path
 from typing import Any
-
-from hf_emopt.tools.commands.outputs import check_output
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -87,6 +87,23 @@ def run(options: argparse.Namespace) -> int:
         "-m", "hf_emopt.tools.bench.step_worker", json.dumps(_settings(options)),
     ]  # fmt: skip
     return subprocess.run(command, check=False).returncode
+
+
+def check_output(flag: str, path: str | Path, folder: bool = False, make_parents: bool = True) -> None:
+    """Raises ``ValueError`` with the fix for a path that could not be written, before a command works for minutes.
+
+    With ``folder`` a folder is to be made there, not a file; with ``make_parents`` folders around it are made.
+    """
+    target = Path(path)
+    if not folder and target.is_dir():
+        raise ValueError(f"{flag} {path} is a folder: name a file, in it or elsewhere")
+    above = next(parent for parent in (target, *target.absolute().parents) if os.path.exists(parent))
+    if not above.is_dir() and (folder or above != target):
+        raise ValueError(f"{flag} {path}: {above} is a file, and no folder to write into: name another place")
+    if not make_parents and above != target and above != target.absolute().parent:
+        raise ValueError(f"{flag} {path}: there is no folder {target.parent}: make it, or name another")
+    if not os.access(above, os.W_OK):
+        raise ValueError(f"{flag} {path}: {above} may not be written: name another place, or change its permissions")
 
 
 def _check_figures(path: str) -> None:

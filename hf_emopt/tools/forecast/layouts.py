@@ -64,15 +64,6 @@ class Layout:
         """Whether parameters are DTensors, whose state is sharded as they are."""
         return self.name != "ddp"
 
-    def storage(self, shape: tuple[int, ...], cut_dim: int | None) -> Storage:
-        """The storage of a parameter.
-
-        Args:
-            cut_dim: the dimension that tensor parallelism slices, or ``None``: then the ranks with one tensor-parallel
-                coordinate share the parameter among themselves.
-        """
-        return _storage(self, shape, cut_dim)
-
 
 def layout_on(
     name: str, world_size: int, per_node: int, shard_size: int | None = None, tp_size: int | None = None
@@ -92,6 +83,10 @@ def check_sizes(names: Sequence[str], shard_size: int | None, tp_size: int | Non
 
 @lru_cache(maxsize=4096)
 def _storage(layout: Layout, shape: tuple[int, ...], cut_dim: int | None) -> Storage:
+    """The storage of a parameter, of which tensor parallelism slices ``cut_dim``.
+
+    With ``None`` the ranks with one tensor-parallel coordinate share the parameter among themselves.
+    """
     world = layout.world_size
     if layout.name == "ddp":
         return Storage.whole(shape, world)
@@ -151,13 +146,15 @@ def place(
         dims = {f"{pattern}.weight": _DIMS[style] for pattern, style in styles.items()}
     planned: list[PlannedParameter] = []
     sliced: list[TensorSlices | None] = []
+    of_shard = tuple(rank % layout.tp_size for rank in range(layout.world_size))
     for p in optimizer.planned_parameters():
         dim = _cut_dim(p.name, dims, p.storage.shape)
-        storage = layout.storage(p.storage.shape, dim)
+        storage = _storage(layout, p.storage.shape, dim)
         # Compute groups are made of ranks of one dimension of the mesh only, and never of some of the job's ranks.
         alone = layout.name == "fsdp2+tp" and dim is None
         planned.append(replace(p, storage=storage, shard_cost=None if alone else p.shard_cost))
-        sliced.append(None if dim is None else _tensor_slices(storage, dim, layout))
+        slices = () if dim is None else chunk_regions(storage.shape, dim, layout.tp_size)
+        sliced.append(TensorSlices(of_shard, tuple((region,) for region in slices)) if slices else None)
     if any(slices is not None for slices in sliced):
         width = communication_bytes(optimizer, planned[0])
         planned, _ = choose_modes(
@@ -189,25 +186,17 @@ def _others(
     copies: list[PlannedParameter] = []
     own = []
     for g, group in enumerate(optimizer.param_groups):
-        if group["kind"] != "aux":
-            continue
         for i, (name, param) in enumerate(zip(group["param_names"], group["params"])):
             shape = tuple(param.shape)
-            if not param.numel():
+            if group["kind"] != "aux" or not param.numel():
                 continue
             if layout.name == "ddp" and layout.world_size > 1:
                 storage = Storage.whole(shape, layout.world_size)
                 tag = f"{param.dtype} {param.device}"
                 copies.append(PlannedParameter(name, g, i, (), (param.numel(),), tag, storage))
             else:
-                own.append((g, i, layout.storage(shape, _cut_dim(name, dims, shape))))
+                own.append((g, i, _storage(layout, shape, _cut_dim(name, dims, shape))))
     return copies, own
-
-
-def _tensor_slices(storage: Storage, dim: int, layout: Layout) -> TensorSlices:
-    slices = chunk_regions(storage.shape, dim, layout.tp_size)
-    of_shard = tuple(rank % layout.tp_size for rank in range(layout.world_size))
-    return TensorSlices(of_shard, tuple((region,) for region in slices))
 
 
 _DIMS = {"colwise": 0, "colwise_gather_output": 0, "colwise_rep": 0, "rowwise": 1}

@@ -25,6 +25,7 @@ from hf_emopt.tools.forecast.hardware import (
     UNFUSED,
     Gpu,
 )
+from hf_emopt.tools.forecast.layouts import Layout
 from hf_emopt.tools.forecast.products import has_kernels, newton_schulz_seconds, product_seconds
 
 
@@ -53,14 +54,10 @@ class Passes:
     landing: float
 
 
-def passes(
-    rule: MatrixRule, group: Group, gpu: Gpu, *, sharded: bool, world_size: int, weight: int, width: int
-) -> Passes:
-    """Bytes that one step of the fused passes moves.
-
-    ``weight`` is the bytes of a weight and of its gradient, ``width`` those of an element that travels between ranks.
-    """
-    travels = world_size > 1
+def passes(rule: MatrixRule, group: Group, gpu: Gpu, layout: Layout, width: int) -> Passes:
+    """Bytes that one step of the fused passes moves; an element that travels between ranks has ``width``."""
+    sharded, travels = layout.is_sharded, layout.world_size > 1
+    weight = group["params"][0].dtype.itemsize  # and of its gradient
     rule_owned, first = _rule_bytes(rule, group, gpu)
     momentum = weight + 8 if rule.momentum_form(group) is not None else weight
     room = width if sharded and travels and first == 2 else 4

@@ -31,7 +31,15 @@ _PAGE = """<!doctype html>
 
 
 def write_report(run: str | Path, out: str | Path = "report.html") -> Path:
-    """Writes the page of a run's log to ``out``; :func:`hf_emopt.tools.report.read_log` takes ``run`` and may raise."""
+    """Writes the page of a run's log.
+
+    Args:
+        run: see :func:`hf_emopt.tools.report.read_log`.
+        out: file to write.
+
+    Raises:
+        FileNotFoundError, RunLogError: see :func:`hf_emopt.tools.report.read_log`.
+    """
     page = build_page(read_log(run))
     path = Path(out)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -148,6 +148,6 @@ def _entry(row: Mapping[str, Any], number: int) -> tuple[int, dict[str, float]]:
     for key, value in row.items():
         if isinstance(value, (int, float)) and not isinstance(value, bool) and key not in _STEPS:
             # Reporters put "train/" before the names that Trainer logs, and write "eval_loss" as "eval/loss".
-            name = re.sub("^eval/", "eval_", str(key)) if not str(key).startswith("train/") else str(key)[6:]
-            values[name] = float(value)
+            name = str(key).removeprefix("train/")
+            values[re.sub("^eval/", "eval_", name) if name == key else name] = float(value)
     return int(step), values
