@@ -11,12 +11,19 @@ from typing import Any
 
 from hf_emopt._version import __version__
 from hf_emopt.tools.commands import bench, plan
-from hf_emopt.tools.commands.outputs import check_output, said
+from hf_emopt.tools.commands.bench import check_output
 
 _DESCRIPTION = (
     "Muon, NorMuon, SOAP, Shampoo and KL-Shampoo for Hugging Face Trainer and Accelerate: plan a run before it, launch and "
     "measure it, and look into its logs and checkpoints. `hf-emopt COMMAND --help` has the options of a command."
 )
+
+_FIXES: dict[type[OSError], str] = {
+    IsADirectoryError: "it is a folder: name a file",
+    NotADirectoryError: "a part of the path is a file: name a folder there, or another place",
+    FileExistsError: "it is there already: name another place",
+    PermissionError: "name a place that you may read or write, or change its permissions",
+}
 
 
 class Parser(argparse.ArgumentParser):
@@ -121,6 +128,15 @@ def _doctor(options: argparse.Namespace) -> int:
     from hf_emopt.integrations import doctor
 
     return doctor.run(options.config, options.json)
+
+
+def said(error: OSError) -> str:
+    """The cause, the file and the fix in one line; the bare message of an error that has no file."""
+    if error.filename is None or error.strerror is None:
+        return str(error)
+    names = " -> ".join(str(name) for name in (error.filename, error.filename2) if name is not None)
+    fix = next((text for kind, text in _FIXES.items() if isinstance(error, kind)), "")
+    return f"{names}: {error.strerror}" + (f"; {fix}" if fix else "")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

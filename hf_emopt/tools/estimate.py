@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, dataclass, replace
 
 from hf_emopt.distributed.assignment import make_plan
@@ -18,12 +19,9 @@ class StepEstimate:
 
     Attributes:
         matrices: whole matrices transformed in a step; a LoRA pair that is stepped as one is one.
-        matrix_numel, aux_numel: elements trained by the rule and by AdamW.
-        matrix_state_bytes, aux_state_bytes: optimizer state of all ranks together.
+        matrix_numel, aux_numel: elements trained by the rule and by AdamW; their state is that of all ranks together.
         adamw_state_bytes: state of ``torch.optim.AdamW`` for the same parameters.
-        transform_flops: floating-point operations of the transforms in a step, all ranks together.
-        world_size: ranks that share the transforms.
-        rank_flops: of each rank; the largest decides.
+        transform_flops, rank_flops: operations of the transforms in a step, all ranks together and each.
         imbalance: largest over mean of ``rank_flops``.
     """
 
@@ -61,53 +59,37 @@ class StepEstimate:
 
 
 def estimate(optimizer: MatrixOptimizer, world_size: int = 1) -> StepEstimate:
-    """Figures for an optimizer's parameters, which may lie on the meta device.
-
-    Raises:
-        ValueError: when ``world_size`` is not positive.
-    """
-    matrix_bytes = aux_bytes = reference = matrices = matrix_numel = aux_numel = 0
+    """Figures for an optimizer's parameters, on the meta device too; raises ``ValueError`` for a ``world_size`` below 1."""
+    numel: Counter[str] = Counter()
+    held: Counter[str] = Counter()
+    reference = matrices = 0
     for group in optimizer.param_groups:
         for position, param in enumerate(group["params"]):
             if param.numel() == 0:
                 continue
             reference += 2 * param.numel() * param.element_size() + 4
-            matrix_views = unpack_matrix_views(group["units"][position]) if group["kind"] == "matrix" else ()
-            size = state_bytes(optimizer.rule, group, param, [matrix_view.shape for matrix_view in matrix_views])
-            if group["kind"] == "matrix":
-                adapter = adapter_at(group, position)
-                if adapter is None or not adapter.joint or adapter.side == "B":  # a pair counts once
-                    matrices += sum(matrix_view.shape[0] for matrix_view in matrix_views)
-                matrix_bytes += size
-                matrix_numel += param.numel()
-            else:
-                aux_bytes += size
-                aux_numel += param.numel()
+            kind = group["kind"]
+            shapes = [v.shape for v in unpack_matrix_views(group["units"][position])] if kind == "matrix" else []
+            held[kind] += state_bytes(optimizer.rule, group, param, shapes)
+            numel[kind] += param.numel()
+            adapter = adapter_at(group, position) if kind == "matrix" else None
+            if adapter is None or not adapter.joint or adapter.side == "B":  # a pair counts once
+                matrices += sum(shape[0] for shape in shapes)
     whole = optimizer.planned_parameters()
     plan = make_plan([replace(p, storage=Storage.whole(p.storage.shape, world_size)) for p in whole])
     return StepEstimate(
-        matrices,
-        matrix_numel,
-        aux_numel,
-        matrix_bytes,
-        aux_bytes,
-        reference,
-        plan.cost,
-        world_size,
-        tuple(plan.loads()),
-        plan.imbalance,
-    )
+        matrices, numel["matrix"], numel["aux"], held["matrix"], held["aux"], reference, plan.cost, world_size,
+        tuple(plan.loads()), plan.imbalance,
+    )  # fmt: skip
 
 
 def storage_choices(optimizer: MatrixOptimizer) -> dict[str, float]:
     """Bytes of state for each trained element, for every ``factor_storage``; empty for rules without factors."""
     groups = [g for g in optimizer.param_groups if "factor_storage" in g]
-    if not groups:
-        return {}
     chosen = [g["factor_storage"] for g in groups]
     result = {}
     try:
-        for storage in FACTOR_STORAGE:
+        for storage in FACTOR_STORAGE if groups else ():
             for group in groups:
                 group["factor_storage"] = storage
             figures = estimate(optimizer)

@@ -181,7 +181,7 @@ def test_other_cards_go_by_their_datasheets() -> None:
     group = hf_emopt.Muon(squares()).param_groups[0]
     a100, b200 = (newton_schulz_seconds(GPUS[name], 4, 4096, 4096, group) for name in ("a100", "b200"))
     assert a100 / b200 == pytest.approx(2250 / 312)
-    gpu = custom_gpu("h100", tflops=2 * 989)
+    gpu = custom_gpu("h100", bf16=2 * 989)
     assert newton_schulz_seconds(gpu, 4, 4096, 4096, group) == pytest.approx(
         newton_schulz_seconds(GPUS["h100"], 4, 4096, 4096, group) / 2
     )

@@ -14,22 +14,13 @@ from typing import Any
 import torch
 
 from hf_emopt.distributed.assignment import BUCKET_VARIABLE, planned_sizes
-from hf_emopt.tools.bench.step import Maker, Row, Settings, attempt, counted
+from hf_emopt.tools.bench.step import Maker, Row, Settings, attempt, counted, reason
 from hf_emopt.tools.bench.step_optimizers import MATRIX_OPTIMIZERS
-
-LEAST = 0.01
-"""Of a step: a smaller difference is none, whatever the spread of the steps says."""
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """Another setting than the measured one.
-
-    Attributes:
-        name: what a user would set.
-        settings: with it.
-        buckets: it does nothing but cut the plan into other buckets.
-    """
+    """Another setting than the measured one: what a user would set, and whether it only cuts the plan into other buckets."""
 
     name: str
     settings: Settings
@@ -41,9 +32,6 @@ class Verdict:
     """A measured alternative and the step that it replaces; milliseconds, medians.
 
     Attributes:
-        optim: name of the optimizer.
-        setting: what was set.
-        before, after: the step without and with it.
         margin: the noise of a difference: two standard errors of the difference of medians, at least 1 % of a step.
         error: why it could not be measured, or empty.
     """
@@ -74,12 +62,7 @@ class Verdict:
 
 
 def alternatives(name: str, settings: Settings, world_size: int, device: torch.device) -> list[Alternative]:
-    """Other settings of an optimizer of this package.
-
-    Buckets of half and of twice the size, whether or not the model fills them; updates behind the next forward under DDP; the
-    other of DDP and FSDP2; the standard form of the orthogonalization where kernels run the Gram form; and for rules with
-    factors the other schedules.
-    """
+    """Other settings of an optimizer of this package: buckets, overlap, layout, form of the orthogonalization, schedule."""
     if name not in MATRIX_OPTIMIZERS:
         return []
     found = []
@@ -97,13 +80,12 @@ def alternatives(name: str, settings: Settings, world_size: int, device: torch.d
     largest = sizes.together if overlaps else sizes.alike
     for factor in (0.5, 2.0):
         numel = str(int(largest * factor))
-        environment = {**settings.environment, BUCKET_VARIABLE: numel}
-        found.append(
-            Alternative(f"{BUCKET_VARIABLE}={numel}", replace(settings, environment=environment), buckets=True)
-        )
-    if settings.layout == "ddp" and world_size > 1 and name != "muon-overlap":
+        other_buckets = replace(settings, environment={**settings.environment, BUCKET_VARIABLE: numel})
+        found.append(Alternative(f"{BUCKET_VARIABLE}={numel}", other_buckets, buckets=True))
+    movable = world_size > 1 and name != "muon-overlap"
+    if settings.layout == "ddp" and movable:
         option(overlap_param_gather=not settings.options.get("overlap_param_gather", False))
-    if settings.layout in ("ddp", "fsdp2") and world_size > 1 and name != "muon-overlap":
+    if settings.layout in ("ddp", "fsdp2") and movable:
         other = "fsdp2" if settings.layout == "ddp" else "ddp"
         kept = {k: v for k, v in settings.options.items() if k != "overlap_param_gather"}
         found.append(Alternative(f"layout {other}", replace(settings, layout=other, options=kept)))
@@ -122,10 +104,9 @@ def alternatives(name: str, settings: Settings, world_size: int, device: torch.d
 def compare(optim: str, setting: str, before: Row, after: Row) -> Verdict:
     """The verdict on two measured rows. Means of steps are compared where the optimizer's steps differ by schedule."""
     if "step" not in after:
-        reason = str(after.get("unavailable") or after.get("error", "")).splitlines()[0]
-        return Verdict(optim, setting, counted(before), math.nan, math.nan, reason)
+        return Verdict(optim, setting, counted(before), math.nan, math.nan, reason(after))
     error = math.hypot(_standard_error(before["step_all"]), _standard_error(after["step_all"]))
-    return Verdict(optim, setting, counted(before), counted(after), max(2 * error, LEAST * counted(before)))
+    return Verdict(optim, setting, counted(before), counted(after), max(2 * error, 0.01 * counted(before)))
 
 
 def _standard_error(times: Sequence[float]) -> float:
@@ -160,14 +141,13 @@ def exposed_share(
     """The share of a step that the optimizer adds, by optimizer and tokens of a rank: as measured, and with twice as many."""
     found: dict[str, dict[int, float]] = {}
     double = replace(settings, tokens=2 * settings.tokens)
-    names = [r["optimizer_name"] for r in rows if "step" in r and r["optimizer_name"] in MATRIX_OPTIMIZERS]
-    bare = {r["optimizer_name"]: r for r in rows}.get("none", {})
-    if not names or "step" not in bare:
+    measured = {r["optimizer_name"]: r for r in rows if "step" in r}
+    names, bare = [name for name in measured if name in MATRIX_OPTIMIZERS], measured.get("none")
+    if not names or bare is None:
         return found
     bare_double = attempt("none", None, double, device, label=f"{double.tokens} tokens")
     for name in names:
-        row = next(r for r in rows if r["optimizer_name"] == name)
-        found[name] = {settings.tokens: _share(row, bare)}
+        found[name] = {settings.tokens: _share(measured[name], bare)}
         twice = attempt(name, makers[name], double, device, label=f"{double.tokens} tokens")
         if "step" in twice and "step" in bare_double:
             found[name][double.tokens] = _share(twice, bare_double)
@@ -184,13 +164,11 @@ def report(verdicts: Sequence[Verdict], shares: Mapping[str, Mapping[int, float]
     for optim in dict.fromkeys(v.optim for v in verdicts):
         mine = [v for v in verdicts if v.optim == optim]
         faster = sorted((v for v in mine if v.word == "faster"), key=lambda v: v.after)
+        advice = "none of the alternatives measured is faster"
         if faster:
-            lines.append(
-                f"{optim}: set {faster[0].setting} (measured: {faster[0].before:.2f} -> {faster[0].after:.2f} ms a step)"
-            )
-        else:
-            lines.append(f"{optim}: none of the alternatives measured is faster")
-        lines += [f"  {v}" for v in mine]
+            best = faster[0]
+            advice = f"set {best.setting} (measured: {best.before:.2f} -> {best.after:.2f} ms a step)"
+        lines += [f"{optim}: {advice}", *(f"  {v}" for v in mine)]
     for optim, by_tokens in shares.items():
         text = ", ".join(f"{share:.1%} of a step at {tokens:,} tokens a rank" for tokens, share in by_tokens.items())
         (first, *rest) = by_tokens.values()

@@ -10,6 +10,7 @@ import functools
 import importlib.util
 import json
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,22 +23,24 @@ from hf_emopt.kernels.triton.configs import Config, Entry
 from hf_emopt.linalg.coefficients import ResolvedCoefficients, resolve_coefficients
 from hf_emopt.linalg.newton_schulz import newton_schulz
 from hf_emopt.tools.bench.products import compare_products, report_products
-from hf_emopt.tools.bench.timing import Shape, device_facts, graphed, in_turn, time_ms
+from hf_emopt.tools.bench.timing import Shape, device_facts, graphed, in_turn, is_short, time_ms
 
-SHAPES: tuple[Shape, ...] = (
-    (12, 768, 3072),
-    (24, 1024, 4096),
-    (1, 2048, 2048),
-    (16, 2048, 2048),
-    (1, 2048, 8192),
-    (1, 4096, 4096),
-    (8, 4096, 4096),
-    (1, 4096, 11008),
-    (1, 4096, 14336),
-    (1, 8192, 8192),
-    (1, 8192, 28672),
-    (128, 768, 2048),
+
+def parse_shape(text: str) -> Shape:
+    """``"8x4096x4096"``, or ``"4096x11008"`` for one matrix."""
+    parts = [int(part) for part in text.lower().replace("*", "x").split("x")]
+    if len(parts) == 2:
+        parts.insert(0, 1)
+    if len(parts) != 3 or min(parts) < 1:
+        raise ValueError(f"shape {text!r} is not BATCHxMxN or MxN with numbers above 0")
+    return parts[0], parts[1], parts[2]
+
+
+_SHAPES = (
+    "12x768x3072 24x1024x4096 2048x2048 16x2048x2048 2048x8192 4096x4096 8x4096x4096 4096x11008 4096x14336 8192x8192 "
+    "8192x28672 128x768x2048"
 )
+SHAPES = tuple(parse_shape(text) for text in _SHAPES.split())
 Implementation = Callable[[Tensor], Tensor]
 JORDAN = resolve_coefficients("jordan", 5)
 
@@ -53,13 +56,6 @@ def exact(x: Tensor, coefficients: ResolvedCoefficients) -> Tensor:
             y = torch.addmm(y, torch.addmm(gram, gram, gram, beta=b, alpha=c), y, beta=a)
         results.append(y.float())
     return torch.stack(results)
-
-
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    return ((actual.float() - expected).norm() / expected.norm()).item()
-
-
-# Implementations
 
 
 def _compiled() -> Implementation:
@@ -98,7 +94,8 @@ def _gram_newton_schulz_package() -> Implementation:
 def _dion() -> Implementation:
     from dion.newton_schulz_triton import newton_schulz_triton  # type: ignore[import-not-found]
 
-    return lambda x: newton_schulz_triton(x)
+    implementation: Implementation = newton_schulz_triton
+    return implementation
 
 
 def _emerging() -> Implementation:
@@ -122,10 +119,6 @@ PEERS: dict[str, tuple[str, Callable[[], Implementation], str]] = {
 }
 
 
-def installed_peers() -> list[str]:
-    return [name for name, (module, _, _) in PEERS.items() if importlib.util.find_spec(module) is not None]
-
-
 def bound_ms(shape: Shape) -> float:
     """The smaller of the standard and the Gram form (one restart) at the rate cuBLAS reaches on each product of this shape,
     symmetric products counted at half."""
@@ -136,44 +129,32 @@ def bound_ms(shape: Shape) -> float:
     return min(5 * (gram / 2 + square / 2 + product), 2 * (gram / 2 + product) + 14 * square / 2)
 
 
-# Measurements
-
-
 def _checked(implementation: Implementation, x: Tensor, reference: Tensor) -> dict[str, Any]:
     """Its error, or why it has none."""
     try:
-        return {"error": relative_error(implementation(x), reference)}
+        return {"error": ((implementation(x).float() - reference).norm() / reference.norm()).item()}
     except Exception as problem:  # another package's failure is a line of the table, not the end of it
         return {"failed": f"{type(problem).__name__}: {problem}"[:200]}
 
 
-def compare(
-    shapes: Sequence[Shape] = SHAPES,
-    peers: Sequence[str] | None = None,
-    *,
-    repeat_ms: float = 35.0,
-    rounds: int = 3,
-    graphs: bool = True,
-    bounds: bool = True,
-    keep: Callable[[list[dict[str, Any]]], object] = len,
-) -> list[dict[str, Any]]:
+def compare(shapes: Sequence[Shape], keep: Callable[[list[dict[str, Any]]], object]) -> list[dict[str, Any]]:
     """Median times of rounds in which all take their turn, and errors, one row a shape: ``{"shape", "bound",
     "implementations": {name: {"ms", "error"}}}``.
 
     ``hf_emopt`` is called as the optimizer calls it, launch by launch; ``hf_emopt, graph`` is the replay of one CUDA graph,
-    the mode in which gram-newton-schulz runs.
-
-    Args:
-        keep: is given all rows so far after every shape.
+    the mode in which gram-newton-schulz runs. ``keep`` is given all rows so far after every shape.
     """
-    constructors = {name: PEERS[name] for name in (installed_peers() if peers is None else peers)}
-    built = {name: (make(), coefficients) for name, (_, make, coefficients) in constructors.items()}
+    built = {
+        name: (make(), coefficients)
+        for name, (module, make, coefficients) in PEERS.items()
+        if importlib.util.find_spec(module) is not None
+    }
     rows = []
     for shape in shapes:
         torch.manual_seed(0)
         x = torch.randn(shape, device="cuda")
         references = {"jordan": exact(x, JORDAN)}
-        names = ["hf_emopt", *["hf_emopt, graph"] * graphs, *built]
+        names = ["hf_emopt", "hf_emopt, graph", *built]
         row: dict[str, Any] = {"shape": shape, "implementations": {name: {} for name in names}}
         results = row["implementations"]
         calls: dict[str, Callable[[], Any]] = {}
@@ -183,20 +164,18 @@ def compare(
             results[name] = _checked(implementation, x, references[coefficients])
             if "failed" not in results[name]:
                 calls[name] = functools.partial(implementation, x)
-        if graphs:
-            try:
-                calls["hf_emopt, graph"] = graphed(lambda x=x: newton_schulz(x))  # type: ignore[misc]
-                results["hf_emopt, graph"] = {}
-            except torch.OutOfMemoryError as problem:
-                results["hf_emopt, graph"] = {"failed": str(problem)[:100]}
+        try:
+            calls["hf_emopt, graph"] = graphed(functools.partial(newton_schulz, x))
+        except torch.OutOfMemoryError as problem:
+            results["hf_emopt, graph"] = {"failed": str(problem)[:100]}
         failed: dict[str, str] = {}
-        for name, ms in in_turn(calls, repeat_ms, rounds, failed=failed).items():
+        for name, ms in in_turn(calls, 35.0, failed=failed).items():
             results[name]["ms"] = ms
         results.update({name: {"failed": why} for name, why in failed.items()})
         calls.clear()
-        if bounds:
-            row["bound"] = bound_ms(shape)
-        print(format_row(row), flush=True)
+        row["bound"] = bound_ms(shape)
+        cells = [f"{name} {one['ms']:.3f}" if "ms" in one else f"{name} failed" for name, one in results.items()]
+        print(f"{' x '.join(map(str, shape))}: {'  '.join(cells)}  bound {row['bound']:.3f}", flush=True)
         rows.append(row)
         keep(rows)
         del references, x
@@ -204,18 +183,16 @@ def compare(
     return rows
 
 
-def tune(
-    shapes: Sequence[Shape], *, repeat_ms: float = 15.0, candidates: Sequence[Config] | None = None
-) -> list[Entry]:
+def tune(shapes: Sequence[Shape]) -> list[Entry]:
     """The best configuration for the products of every shape: ``X X^T``, the square ``A A``, and ``A A + A``."""
     architecture = runtime.architecture(torch.device("cuda", torch.cuda.current_device()))
     if architecture is None or not runtime.has_copy_engine(torch.device("cuda")):
         raise RuntimeError("tuning needs an NVIDIA GPU of capability 9.0 or higher, and Triton 3.4 or later")
-    tried = configs.CANDIDATES[configs.family(architecture)] if candidates is None else tuple(candidates)
+    tried = configs.CANDIDATES[configs.family(architecture)]
     problems = sorted({(b, m, k, c) for b, m, n in shapes for k, c in ((n, False), (m, False), (m, True))})
     entries = []
     for batch, m, k, with_c in problems:
-        times = measure_product(batch, m, k, tried, with_c=with_c, repeat_ms=repeat_ms)
+        times = measure_product(batch, m, k, tried, with_c)
         general = times.pop(None)
         config, best = min(times.items(), key=lambda item: item[1])
         assert config is not None
@@ -225,7 +202,7 @@ def tune(
 
 
 def measure_product(
-    batch: int, m: int, k: int, candidates: Sequence[Config], *, with_c: bool, repeat_ms: float
+    batch: int, m: int, k: int, candidates: Sequence[Config], with_c: bool
 ) -> dict[Config | None, float]:
     """Milliseconds of one symmetric product by configuration; ``None`` is the vendor's general product."""
     from hf_emopt.kernels.triton.symmetric_product import symmetric_product
@@ -233,41 +210,16 @@ def measure_product(
     a = torch.randn(batch, m, k, device="cuda", dtype=torch.float16)
     out = a.new_empty(batch, m, m)
     c = torch.zeros_like(out) if with_c else None
-    short = 2 * batch * m * m * k < 1.5e11
-
-    functions: dict[Any, Callable[[], Any]] = {
-        None: functools.partial(torch.baddbmm, c, a, a.mT, out=out)
-        if c is not None
-        else lambda: torch.bmm(a, a.mT, out=out)
-    }
+    general = functools.partial(torch.bmm, a, a.mT, out=out)
+    if c is not None:
+        general = functools.partial(torch.baddbmm, c, a, a.mT, out=out)
+    functions: dict[Config | None, Callable[[], Any]] = {None: general}
     for config in candidates:
         functions[config] = functools.partial(symmetric_product, a, a, c, out, alpha=1.0, beta=1.0, config=config)
-    if short:  # what takes less time than its launch is timed as a graph of eight
-        eights = {key: graphed(functools.partial(_eight_times, function)) for key, function in functions.items()}
-        return {key: ms / 8 for key, ms in in_turn(eights, repeat_ms).items()}
-    return in_turn(functions, repeat_ms)
-
-
-def _eight_times(function: Callable[[], Any]) -> None:
-    for _ in range(8):
-        function()
-
-
-# Reports
-
-
-def geometric_mean(values: Sequence[float]) -> float:
-    return math.exp(sum(map(math.log, values)) / len(values))
-
-
-def format_row(row: dict[str, Any]) -> str:
-    batch, m, n = row["shape"]
-    cells = [
-        f"{name} {result['ms']:.3f}" if "ms" in result else f"{name} failed"
-        for name, result in row["implementations"].items()
-    ]
-    bound = f"  bound {row['bound']:.3f}" if "bound" in row else ""
-    return f"{batch} x {m} x {n}: " + "  ".join(cells) + bound
+    if not is_short(batch, m, k):
+        return in_turn(functions, 15.0)
+    eights = {key: graphed(lambda call=call: [call() for _ in range(8)]) for key, call in functions.items()}  # type: ignore[misc]
+    return {key: ms / 8 for key, ms in in_turn(eights, 15.0).items()}
 
 
 def report(rows: Sequence[dict[str, Any]]) -> str:
@@ -277,19 +229,15 @@ def report(rows: Sequence[dict[str, Any]]) -> str:
     for row in rows:
         cells = [row["implementations"].get(name, {}) for name in names]
         times = " | ".join(f"{cell['ms']:.3f}" if "ms" in cell else "-" for cell in cells)
-        bound = f"{row['bound']:.3f}" if "bound" in row else "-"
-        lines.append(f"| {' x '.join(map(str, row['shape']))} | {times} | {bound} |")
+        lines.append(f"| {' x '.join(map(str, row['shape']))} | {times} | {row['bound']:.3f} |")
     lines.append("")
     for ours in (name for name in names if name.startswith("hf_emopt")):
         for other in (name for name in names if not name.startswith("hf_emopt")):
-            pairs = [
-                (row["implementations"][ours]["ms"], row["implementations"][other]["ms"])
-                for row in rows
-                if all("ms" in row["implementations"].get(name, {}) for name in (ours, other))
-            ]
-            if pairs:
-                ratio = geometric_mean([a / b for a, b in pairs])
-                lines.append(f"{ours} / {other}: {ratio:.3f} (geometric mean of {len(pairs)} shapes)")
+            pairs = [(row["implementations"][ours], row["implementations"].get(other, {})) for row in rows]
+            ratios = [a["ms"] / b["ms"] for a, b in pairs if "ms" in a and "ms" in b]
+            if ratios:
+                mean = statistics.geometric_mean(ratios)
+                lines.append(f"{ours} / {other}: {mean:.3f} (geometric mean of {len(ratios)} shapes)")
     return "\n".join(lines)
 
 
@@ -300,36 +248,22 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    names = [
-        name for name in dict.fromkeys(n for row in rows for n in row["implementations"]) if name != "torch.compile"
-    ]
+    names = dict.fromkeys(name for row in rows for name in row["implementations"] if name != "torch.compile")
     figure, axes = plt.subplots(figsize=(max(7.0, 1.2 * len(rows)), 4.0), layout="constrained")
     width = 0.8 / max(len(names), 1)
     for i, name in enumerate(names):
-        heights = [
-            row["implementations"].get(name, {}).get("ms", math.nan)
-            / row["implementations"].get("torch.compile", {}).get("ms", math.nan)
-            for row in rows
+        times = [
+            [row["implementations"].get(n, {}).get("ms", math.nan) for row in rows] for n in (name, "torch.compile")
         ]
+        heights = [ours / compiled for ours, compiled in zip(*times)]
         axes.bar([j + i * width for j in range(len(rows))], heights, width, label=name)
-    axes.set_xticks(
-        [j + 0.4 for j in range(len(rows))], [" x ".join(map(str, row["shape"])) for row in rows], rotation=30
-    )
+    labels = [" x ".join(map(str, row["shape"])) for row in rows]
+    axes.set_xticks([j + 0.4 for j in range(len(rows))], labels, rotation=30)
     axes.axhline(1.0, color="black", linewidth=0.8)
     axes.set_ylabel("time / torch.compile's")
     axes.legend(fontsize="small")
     figure.savefig(path, dpi=150)
     plt.close(figure)
-
-
-def parse_shape(text: str) -> Shape:
-    """``"8x4096x4096"``, or ``"4096x11008"`` for one matrix."""
-    parts = [int(part) for part in text.lower().replace("*", "x").split("x")]
-    if len(parts) == 2:
-        parts.insert(0, 1)
-    if len(parts) != 3 or min(parts) < 1:
-        raise ValueError(f"shape {text!r} is not BATCHxMxN or MxN with numbers above 0")
-    return parts[0], parts[1], parts[2]
 
 
 def run(
@@ -338,11 +272,7 @@ def run(
     tune_table: str | None = None,
     make_plot: bool = True,
 ) -> int:
-    """The subcommand: measures, prints, and writes ``output`` and a plot.
-
-    Raises:
-        ValueError: there is no CUDA device, or a shape that is none.
-    """
+    """The subcommand: measures, prints, and writes ``output`` and a plot; raises ``ValueError`` without a CUDA device."""
     if not torch.cuda.is_available():
         raise ValueError("bench kernels needs a CUDA device; torch sees none")
     chosen = SHAPES if not shapes else tuple(parse_shape(text) for text in shapes)

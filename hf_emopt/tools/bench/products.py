@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from hf_emopt.linalg.symmetric_products import syrk
-from hf_emopt.tools.bench.timing import Shape, graphed, in_turn
+from hf_emopt.tools.bench.timing import Shape, graphed, in_turn, is_short
 
 Product = Callable[[Tensor], Tensor]
-_SHORT_FLOPS = 1.5e11
 _LARGEST_ERROR = 1e-2
 """Relative, of a right result: rounding to bfloat16 is 2e-3. Who is off by more has computed something else."""
 
@@ -36,11 +35,8 @@ def _quack() -> Product:
 def _dion() -> Product:
     from dion.newton_schulz_triton import ns_line_1  # type: ignore[import-not-found]
 
-    def call(x: Tensor) -> Tensor:
-        result: Tensor = ns_line_1(x)
-        return result
-
-    return call
+    product: Product = ns_line_1
+    return product
 
 
 def _emerging() -> Product:
@@ -68,8 +64,7 @@ def _checked(product: Product, x: Tensor, reference: Tensor) -> dict[str, Any]:
         error = ((product(x).float() - reference).norm() / reference.norm()).item()
         if not error <= _LARGEST_ERROR:
             raise ValueError(f"the result is off by {error:.2g} of its norm")
-        # What takes less time than its launch is timed as a graph of eight, with whatever of it is in L2.
-        if 2 * x.shape[0] * x.shape[1] ** 2 * x.shape[2] < _SHORT_FLOPS:
+        if is_short(*x.shape):
             return {"error": error, "calls": 8, "call": graphed(lambda: [product(x) for _ in range(8)])}
         return {"error": error, "calls": 1, "call": lambda: product(x)}
     except Exception as problem:  # another package's failure is a line of the table, not the end of it

@@ -1,22 +1,9 @@
 """Milliseconds of a training step and of its optimizer on the ranks of this process group.
 
-Random tokens, float32 weights, bfloat16 compute. Each optimizer gets a new model, the first steps are left out, and each
-figure is the median over steps of the slowest rank. Where factors are refreshed by a schedule, the steps up to the first
-refresh are left out too, whose work is not that of later steps, and two periods, in which kernels are compiled and graphs
-recorded; then whole periods are measured:
-
-* ``step``: forward, backward and optimizer, of steps that follow each other as in training: nobody waits for the device
-  in between, so the host runs ahead, and work of the optimizer that overlaps the next forward pass is counted there;
-* ``optimizer``: ``step()`` alone, between two synchronizations, in other steps than those that ``step`` is of;
-* ``exposed``: ``step`` (its mean, where there is a schedule) less a step without an optimizer, the part that overlap could
-  not hide;
-* ``peak_gib``: of allocated memory; ``reserved_gib``: with the reserve of the allocator and graphs; ``state_gib``: of
-  the optimizer's state; each of the rank with most;
-* ``tokens_per_second``: of all ranks, by the same.
-
-The number of matrices transformed is checked, so that no figure is of a step that left matrices out.
-:func:`add_profiles` is for after all of that: a process in which ``torch.profiler`` has traced once launches kernels more
-slowly ever after.
+Random tokens, float32 weights, bfloat16 compute, a new model for each optimizer. Times are medians over steps of the slowest
+rank: ``step`` of whole steps that follow each other without a wait, as in training, and ``optimizer`` of ``step()`` alone,
+between two synchronizations, in other steps. ``exposed`` is ``step`` less a step without an optimizer. Memory is that of the
+rank with most: ``peak_gib`` allocated, ``reserved_gib`` with the reserve of the allocator and graphs.
 """
 
 from __future__ import annotations
@@ -28,12 +15,13 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from hf_emopt.distributed.layout import local_tensor
 from hf_emopt.engine.context import StepContext
@@ -51,14 +39,11 @@ class Settings:
 
     Attributes:
         model: a key of :data:`~hf_emopt.tools.bench.step_models.MODELS`, or a configuration.
-        layout: one of :data:`~hf_emopt.tools.bench.step_models.LAYOUTS`.
         tokens: of a rank in a step, a multiple of ``length``: of a sequence.
-        steps: measured ones of each kind, or as many more as make whole periods of refreshes; ``warmup``: left out before
-            them, or as many more as there are up to the first refresh, and two periods.
-        replicas: of the layout ``"hsdp"``; ``tp_size``: ranks that share a matrix under ``"fsdp2+tp"``.
+        steps, warmup: steps that are measured and left out before; more where refreshes make periods.
+        replicas, tp_size: of the layouts ``"hsdp"`` and ``"fsdp2+tp"``.
         options: keyword arguments for this package's optimizers, over the makers' own.
         environment: variables that are set while the optimizer is built and stepped.
-        trust_remote_code: run the modelling code that a Hub repository ships.
     """
 
     model: str = "llama-1.1b"
@@ -86,10 +71,6 @@ class Settings:
             )
         if self.steps < 1 or self.warmup < 1:
             raise ValueError(f"steps={self.steps} and warmup={self.warmup} must be at least 1")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return asdict(self)
 
 
 Maker = Callable[[nn.Module, Settings], torch.optim.Optimizer]
@@ -163,23 +144,17 @@ def measure_all(
 def attempt(
     name: str, maker: Maker | None, settings: Settings, device: torch.device, label: str = "", unlike: str | None = None
 ) -> Row:
-    """:func:`measure`; where it fails the row says why, since the other rows are still wanted.
-
-    Args:
-        label: printed after the name when it is done.
-        unlike: see :func:`measure`.
-    """
+    """:func:`measure`; where it fails the row says why. ``label`` is printed after the name when it is done."""
     try:
         row = measure(name, maker, settings, device, unlike)
-    except Unavailable as reason:
-        row = {"optimizer_name": name, "unavailable": str(reason)}
+    except Unavailable as error:
+        row = {"optimizer_name": name, "unavailable": str(error)}
     except Exception as error:
         row = {"optimizer_name": name, "error": f"{type(error).__name__}: {error}"}
     clean(device)
     if dist.get_rank() == 0:
-        print(
-            f"{name}{', ' if label else ''}{label}: {row.get('error') or row.get('unavailable') or 'done'}", flush=True
-        )
+        result = row.get("error") or row.get("unavailable") or "done"
+        print(f"{name}{', ' if label else ''}{label}: {result}", flush=True)
     return row
 
 
@@ -193,16 +168,14 @@ def clean(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def _set(environment: Mapping[str, str]) -> Iterator[None]:
-    before = {key: os.environ.get(key) for key in environment}
+    before = {key: os.environ[key] for key in environment if key in os.environ}
     os.environ.update(environment)
     try:
         yield
     finally:
-        for key, value in before.items():
-            if value is None:
-                os.environ.pop(key, None)
-            else:
-                os.environ[key] = value
+        for key in environment:
+            os.environ.pop(key, None)
+        os.environ.update(before)
 
 
 def measure(name: str, maker: Maker | None, settings: Settings, device: torch.device, unlike: str | None = None) -> Row:
@@ -214,7 +187,6 @@ def measure(name: str, maker: Maker | None, settings: Settings, device: torch.de
     Raises:
         TransformCountError: when not every matrix was transformed exactly once a step.
         Unavailable: when the plan is ``unlike``.
-        ValueError: when the model or the layout does not fit.
     """
     with _set(settings.environment):
         run = _Run(maker, settings, device)
@@ -234,10 +206,9 @@ def measure(name: str, maker: Maker | None, settings: Settings, device: torch.de
 def add_profiles(
     rows: Sequence[Row], maker_of: Callable[[str], Maker | None], settings: Settings, device: torch.device
 ) -> None:
-    """Adds ``profile`` to the rows of measured optimizers: where a step of a new one spends its time, by kernel and operator.
-    Where it fails, ``profile_error`` says why.
+    """Adds ``profile`` to the rows of measured optimizers, or ``profile_error``: the time of a step by kernel and operator.
 
-    Call it after all measurements: a process that has profiled is slower ever after.
+    Call it after all measurements: a process that has profiled launches kernels more slowly ever after.
     """
     for row in rows:
         maker = maker_of(row["optimizer_name"])
@@ -256,6 +227,11 @@ def counted(row: Row) -> float:
     return float(row["step_mean" if row.get("scheduled") else "step"])
 
 
+def reason(row: Row) -> str:
+    """Why a row without figures has none, in one line."""
+    return str(row.get("unavailable") or row.get("error", "")).splitlines()[0]
+
+
 def refresh_schedule(optimizer: torch.optim.Optimizer | None) -> tuple[int, int]:
     """Steps before which factors have not been refreshed once, and the steps of a period; ``(0, 1)`` without a schedule."""
     groups = [] if optimizer is None else optimizer.param_groups
@@ -266,10 +242,7 @@ def refresh_schedule(optimizer: torch.optim.Optimizer | None) -> tuple[int, int]
 def summary(times: Mapping[str, list[float]], tokens: int, device: torch.device, scheduled: bool = False) -> Row:
     """Medians, means, maxima and all of this rank's milliseconds by kind, as of the slowest rank; a collective.
 
-    Args:
-        times: with a kind ``"step"``.
-        tokens: of all ranks in a step.
-        scheduled: steps differ by a schedule, and the times are of whole periods.
+    ``tokens`` are those of all ranks in a step. With ``scheduled`` steps differ, and times are of whole periods.
     """
     figures: Row = {"scheduled": True} if scheduled else {}
     slowest = torch.tensor(list(times.values()), device=device)
@@ -294,19 +267,16 @@ class _Run:
 
     def __init__(self, maker: Maker | None, settings: Settings, device: torch.device) -> None:
         self.settings, self.device = settings, device
-        self.laid: Laid = lay_out(
-            build_model(settings.model, device, settings.trust_remote_code),
-            settings.layout, device, settings.replicas, settings.tp_size,
-        )  # fmt: skip
-        self.optimizer = optimizer = None if maker is None else maker(self.laid.raw, settings)
+        model = build_model(settings.model, device, settings.trust_remote_code)
+        self.laid: Laid = lay_out(model, settings.layout, device, settings.replicas, settings.tp_size)
+        self.optimizer = None if maker is None else maker(self.laid.raw, settings)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         config: Any = self.laid.raw.config
-        vocabulary = int(config.vocab_size)
         shape = (settings.tokens // settings.length, settings.length)
-        self.ids = torch.randint(0, vocabulary, shape, device=device)
+        self.ids = torch.randint(0, int(config.vocab_size), shape, device=device)
         self.clock = Clock(device)
-        first, period = refresh_schedule(optimizer)
+        first, period = refresh_schedule(self.optimizer)
         self.scheduled = period > 1
         # Refreshes differ in how many sides they are of, and the second of a kind is recorded as a graph.
         self.warmup = max(settings.warmup, first) + (2 * period if self.scheduled else 0)
@@ -317,14 +287,12 @@ class _Run:
             loss: Tensor = self.laid.model(input_ids=self.ids, labels=self.ids).loss
         return loss
 
-    def step(self) -> Tensor:
-        """A whole step, which nobody waits for; gives the loss."""
-        loss = self.forward()
-        loss.backward()
+    def step(self) -> None:
+        """A whole step, which nobody waits for."""
+        self.forward().backward()
         if self.optimizer is not None:
             self.optimizer.step()
         self.laid.model.zero_grad(set_to_none=True)
-        return loss
 
     def times(self) -> tuple[dict[str, list[float]], float]:
         """Milliseconds of this rank by kind, and the last loss. Whole steps come first, then those cut in two."""
@@ -335,8 +303,7 @@ class _Run:
         return {"step": whole, "optimizer": optimizer, "forward_backward": forward_backward}, loss
 
     def running(self) -> list[float]:
-        """Milliseconds from the end of each step to the end of the next. The first is not counted, but its work that
-        overlaps the next is."""
+        """Milliseconds from the end of each step to the end of the next."""
         clock = self.clock
         clock.now(barrier=True)
         self.step()
@@ -402,18 +369,8 @@ def _plan_of(context: StepContext) -> str:
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Bytes of optimizer state on this rank, counters on the host included."""
     parts = getattr(optimizer, "parts", (optimizer,))
-    tensors = [v for part in parts for entry in part.state.values() for v in _tensors(entry)]
-    return sum(local_tensor(t).nbytes for t in tensors)
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        return [t for v in value.values() for t in _tensors(v)]
-    if isinstance(value, (list, tuple)):
-        return [t for v in value for t in _tensors(v)]
-    return []
+    leaves = tree_leaves([entry for part in parts for entry in part.state.values()])
+    return sum(local_tensor(leaf).nbytes for leaf in leaves if isinstance(leaf, Tensor))
 
 
 def _largest(value: int, device: torch.device) -> int:

@@ -15,6 +15,8 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+from hf_emopt.tools.forecast.layouts import tensor_parallel_plan
+
 LAYOUTS = ("single", "ddp", "fsdp2", "hsdp", "fsdp2+tp")
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -33,8 +35,7 @@ class Laid:
     """A model on its ranks.
 
     Attributes:
-        model: the module to call: the model itself, or DDP's wrapper.
-        raw: the module that an optimizer is built of.
+        model, raw: the module to call, which may be DDP's wrapper, and the one that an optimizer is built of.
         data_ranks: ranks that see different tokens; ranks of one tensor-parallel group see the same.
         autocast: whether the forward pass needs autocast for bfloat16 products.
     """
@@ -65,12 +66,8 @@ def check_layout(layout: str, world_size: int, replicas: int, tp_size: int) -> N
 def build_model(name: str, device: torch.device, trust_remote_code: bool = False) -> nn.Module:
     """A language model with random float32 weights, the same in every process, whole on ``device`` and in training mode.
 
-    Args:
-        name: a key of :data:`MODELS`, or a source for :func:`~hf_emopt.integrations.models.random_language_model`.
-
-    Raises:
-        FileNotFoundError: when a path does not lead to a configuration.
-        ValueError: when there is no such model, or it is no causal language model.
+    ``name`` is a key of :data:`MODELS`, or a source for :func:`~hf_emopt.integrations.models.random_language_model`, which
+    also says what is raised.
     """
     from hf_emopt.integrations.models import random_language_model
 
@@ -81,17 +78,10 @@ def build_model(name: str, device: torch.device, trust_remote_code: bool = False
 
 
 def lay_out(model: nn.Module, layout: str, device: torch.device, replicas: int = 2, tp_size: int = 2) -> Laid:
-    """The model on the ranks of the default process group.
-
-    Args:
-        model: whole, on ``device``, with the same weights on every rank.
-        layout: one of :data:`LAYOUTS`.
-        replicas: of ``"hsdp"``.
-        tp_size: ranks that share each matrix under ``"fsdp2+tp"``.
+    """The model, whole and with the same weights on every rank, on the ranks of the default process group.
 
     Raises:
-        ValueError: when the layout does not fit the ranks, or the model's plan of tensor parallelism has a style that is
-            not known here.
+        ValueError: when the layout does not fit the ranks, or the model's plan of tensor parallelism is not known here.
     """
     world = dist.get_world_size()
     check_layout(layout, world, replicas, tp_size)
@@ -112,16 +102,10 @@ def lay_out(model: nn.Module, layout: str, device: torch.device, replicas: int =
         slice_matrices(model, mesh["tensor"])
         mesh, data_ranks = mesh["shard"], world // tp_size
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for layer in _blocks(model):
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-    return Laid(model, model, data_ranks, False)
-
-
-def _blocks(model: nn.Module) -> list[nn.Module]:
-    """The longest list of layers."""
     lists = [list(m) for m in model.modules() if isinstance(m, nn.ModuleList)]
-    return max(lists, key=len, default=[])
+    for module in (*max(lists, key=len, default=[]), model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    return Laid(model, model, data_ranks, False)
 
 
 _STYLES: dict[str, Callable[[], ParallelStyle]] = {
@@ -133,17 +117,6 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
 
 
 def slice_matrices(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Cuts matrices over the ranks of a mesh as the model's own plan of tensor parallelism says.
-
-    Raises:
-        ValueError: when the model has no plan, or one with a style that is not known here.
-    """
-    config = model.config
-    base = str(getattr(model, "base_model_prefix", ""))
-    plan = {f"{base}.{k}" if base else k: v for k, v in (getattr(config, "base_model_tp_plan", None) or {}).items()}
-    plan |= getattr(type(model), "_tp_plan", None) or {}
-    unknown = sorted({style for style in plan.values() if style not in _STYLES})
-    if not plan or unknown:
-        what = f"styles that are not known here: {', '.join(unknown)}" if plan else "no plan of tensor parallelism"
-        raise ValueError(f"{type(model).__name__} has {what}; time it under fsdp2, or time a Llama under fsdp2+tp")
+    """Cuts matrices over the ranks of a mesh as the model's own plan says; raises as :func:`tensor_parallel_plan`."""
+    plan = tensor_parallel_plan(model, _STYLES, "time it under fsdp2, or time a Llama under fsdp2+tp")
     parallelize_module(model, mesh, {name: _STYLES[style]() for name, style in plan.items()})

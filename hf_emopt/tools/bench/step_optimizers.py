@@ -22,11 +22,7 @@ KRONECKER: dict[str, Any] = {"precondition_frequency": 10, "max_preconditioner_d
 
 
 class Several(torch.optim.Optimizer):
-    """Optimizers of different parameters as one.
-
-    Attributes:
-        parts: the optimizers.
-    """
+    """Optimizers of different parameters, ``parts``, as one."""
 
     def __init__(self, *parts: torch.optim.Optimizer) -> None:
         self.parts = parts

@@ -27,24 +27,22 @@ def main(arguments: list[str] | None = None) -> int:
         if given["alternatives"]:
             verdicts = measure_alternatives(rows, OPTIMIZERS, settings, world, device)
             shares = exposed_share(rows, OPTIMIZERS, settings, device)
-        if dist.get_rank() == 0:
+        first = dist.get_rank() == 0
+        if first:
             print(f"\n{settings.model}, {settings.layout}, {world} ranks, {settings.tokens} tokens a rank, ms")
             print(table(rows))
             if given["alternatives"]:
                 print("\n" + report(verdicts, shares))
         facts = about(settings, world)
-
-        def keep() -> None:
-            if dist.get_rank() == 0 and given["output"] is not None:
-                found = [{**vars(v), "verdict": v.word} for v in verdicts]
-                save(Path(given["output"]), facts, rows, alternatives=found, exposed_share=shares)
-
-        keep()
-        if given["plot"] and dist.get_rank() == 0:
+        found = [{**vars(v), "verdict": v.word} for v in verdicts]
+        if first and given["output"] is not None:
+            save(Path(given["output"]), facts, rows, alternatives=found, exposed_share=shares)
+        if first and given["plot"]:
             plot(Path(given["output"]).with_suffix(".png"), facts, rows)
         if given["profile"]:
             add_profiles(rows, OPTIMIZERS.get, settings, device)
-            keep()
+            if first and given["output"] is not None:
+                save(Path(given["output"]), facts, rows, alternatives=found, exposed_share=shares)
     failed = [r["optimizer_name"] for r in rows if "error" in r and r["optimizer_name"] in MATRIX_OPTIMIZERS]
     return 1 if failed else 0
 

@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import re
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
 _KINDS = (
-    ("collective", ("nccl",)),
-    (
-        "product",
-        (
-            "gemm",
-            "cutlass",
-            "symmetric",
-            "syrk",
-            "split_product",
-            "nvjet",
-            "small_gram",
-            "xmma",
-            "sm90_",
-            "sm80_",
-            "cublas",
-        ),
-    ),
-    ("copy", ("memcpy", "memset", "copy", "catarray")),
+    ("collective", "nccl"),
+    ("product", "gemm|cutlass|symmetric|syrk|split_product|nvjet|small_gram|xmma|sm90_|sm80_|cublas"),
+    ("copy", "memcpy|memset|copy|catarray"),
 )
 """Kinds of kernels by parts of their names; what matches none is elementwise work or a reduction."""
 
@@ -34,12 +20,9 @@ class Timeline:
     """Milliseconds of device time in a trace.
 
     Attributes:
-        span: from the first kernel's start to the last one's end.
-        busy: with at least one kernel running.
-        by_kind: sums over kernels of ``"product"``, ``"collective"``, ``"copy"`` and ``"elementwise"``.
-        by_stream: sums over kernels of each stream.
+        span, busy: from the first kernel's start to the last one's end, and of it with at least one kernel running.
+        by_kind, by_stream: sums over kernels.
         alone: by kind, the time in which no kernel of another kind ran.
-        kernels: number of them.
         largest: the kernels with the largest sums, ``(name, sum, launches)``.
     """
 
@@ -60,23 +43,16 @@ class Timeline:
 
 def kind_of(name: str) -> str:
     """``"collective"``, ``"product"``, ``"copy"`` or ``"elementwise"`` by a kernel's name."""
-    lower = name.lower()
-    return next((kind for kind, parts in _KINDS if any(part in lower for part in parts)), "elementwise")
+    return next((kind for kind, parts in _KINDS if re.search(parts, name.lower())), "elementwise")
 
 
 def timeline(trace: Any, largest: int = 20) -> Timeline:
-    """Sums up the device side of a finished ``torch.profiler.profile``.
-
-    Args:
-        trace: the profiler, after its ``with`` block.
-        largest: how many kernels to name.
-    """
+    """Sums up the device side of a finished ``torch.profiler.profile``, with the names of so many ``largest`` kernels."""
     found = [e for e in trace.profiler.kineto_results.events() if str(e.device_type()).endswith("CUDA")]
     # Ranges that the profiler draws around kernels are no kernels.
     spans = [(e.start_ns(), e.start_ns() + e.duration_ns(), e.name(), e.device_resource_id()) for e in found]
-    return sum_up(
-        [s for s in spans if s[1] > s[0] and not s[2].startswith(("ProfilerStep", "nccl:", "Optimizer."))], largest
-    )
+    ranges = ("ProfilerStep", "nccl:", "Optimizer.")
+    return sum_up([s for s in spans if s[1] > s[0] and not s[2].startswith(ranges)], largest)
 
 
 def sum_up(spans: list[tuple[int, int, str, int]], largest: int = 20) -> Timeline:
@@ -84,22 +60,23 @@ def sum_up(spans: list[tuple[int, int, str, int]], largest: int = 20) -> Timelin
     result = Timeline(kernels=len(spans))
     if not spans:
         return result
-    sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
+    sums: dict[str, float] = defaultdict(float)
     by_kind: dict[str, float] = defaultdict(float)
     by_stream: dict[str, float] = defaultdict(float)
     edges: list[tuple[int, int, str]] = []
     for start, stop, name, stream in spans:
         kind, ms = kind_of(name), (stop - start) * 1e-6
-        sums[name][0] += ms
-        sums[name][1] += 1
+        sums[name] += ms
         by_kind[kind] += ms
         by_stream[str(stream)] += ms
         edges += [(start, 1, kind), (stop, -1, kind)]
     result.by_kind, result.by_stream = dict(by_kind), dict(by_stream)
     result.span = (max(s[1] for s in spans) - min(s[0] for s in spans)) * 1e-6
     result.busy, result.alone = _overlaps(edges)
-    ranked = sorted(sums.items(), key=lambda item: -item[1][0])[:largest]
-    result.largest = [(name, ms, int(count)) for name, (ms, count) in ranked]
+    launches = Counter(name for *_, name, _ in spans)
+    result.largest = [
+        (name, sums[name], launches[name]) for name in sorted(sums, key=lambda name: -sums[name])[:largest]
+    ]
     return result
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
+from dataclasses import asdict, fields
+from pathlib import Path
 from typing import Any
-
-from hf_emopt.tools.commands.outputs import check_output
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -88,6 +89,23 @@ def run(options: argparse.Namespace) -> int:
     return subprocess.run(command, check=False).returncode
 
 
+def check_output(flag: str, path: str | Path, folder: bool = False, make_parents: bool = True) -> None:
+    """Raises ``ValueError`` with the fix for a path that could not be written, before a command works for minutes.
+
+    With ``folder`` a folder is to be made there, not a file; with ``make_parents`` folders around it are made.
+    """
+    target = Path(path)
+    if not folder and target.is_dir():
+        raise ValueError(f"{flag} {path} is a folder: name a file, in it or elsewhere")
+    above = next(parent for parent in (target, *target.absolute().parents) if os.path.exists(parent))
+    if not above.is_dir() and (folder or above != target):
+        raise ValueError(f"{flag} {path}: {above} is a file, and no folder to write into: name another place")
+    if not make_parents and above != target and above != target.absolute().parent:
+        raise ValueError(f"{flag} {path}: there is no folder {target.parent}: make it, or name another")
+    if not os.access(above, os.W_OK):
+        raise ValueError(f"{flag} {path}: {above} may not be written: name another place, or change its permissions")
+
+
 def _check_figures(path: str) -> None:
     """Refuses a name for figures that cannot be written, or that their plot would have."""
     check_output("--output", path, make_parents=False)
@@ -113,11 +131,7 @@ def _processes(options: argparse.Namespace) -> int:
 
 
 def _settings(options: argparse.Namespace) -> dict[str, Any]:
-    """For the worker; everything that can be wrong is found here, before processes are started.
-
-    Raises:
-        ValueError: for an unknown optimizer, model, layout or option.
-    """
+    """For the worker; everything that can be wrong is found here, before processes are started."""
     from hf_emopt.tools.bench.step import Settings
     from hf_emopt.tools.bench.step_models import MODELS, check_layout
     from hf_emopt.tools.bench.step_optimizers import MATRIX_OPTIMIZERS, OPTIMIZERS
@@ -128,20 +142,17 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
     layout = options.layout or "ddp"
     check_layout(layout, processes, options.replicas, options.tp_size)
     names = [n.removeprefix("emopt_") for n in options.optim]
-    unknown = [n for n in names if n not in OPTIMIZERS]
-    if unknown:
-        raise ValueError(f"--optim {unknown[0]} is not one of {', '.join(OPTIMIZERS)}")
+    for name in names:
+        if name not in OPTIMIZERS:
+            raise ValueError(f"--optim {name} is not one of {', '.join(OPTIMIZERS)}")
     if options.model not in MODELS:
         from hf_emopt.integrations.models import load_config
 
         load_config(options.model, options.trust_remote_code)
     ours = _options(options.optim_args, [n for n in names if n in MATRIX_OPTIMIZERS])
-    settings = Settings(
-        options.model, layout, options.tokens, options.length, options.steps, options.warmup, options.replicas,
-        options.tp_size, ours, trust_remote_code=options.trust_remote_code,
-    )  # fmt: skip
+    given = {field.name: getattr(options, field.name) for field in fields(Settings) if hasattr(options, field.name)}
     return {
-        "settings": settings.to_dict(),
+        "settings": asdict(Settings(**{**given, "layout": layout, "options": ours})),
         "optimizers": names,
         "profile": options.profile,
         "alternatives": not options.no_alternatives,
@@ -160,7 +171,5 @@ def _options(text: str | None, names: list[str]) -> dict[str, Any]:
     if not names:
         raise ValueError("--optim_args is for this package's optimizers, and --optim names none")
     parsed = [parse_optim_args(text, optimizer_class(n.removesuffix("-overlap"))) for n in names]
-    return {
-        k: v if isinstance(v, (int, float, str, bool, list, tuple, type(None))) else str(v)
-        for k, v in parsed[0].items()
-    }
+    plain = (int, float, str, bool, list, tuple, type(None))
+    return {k: v if isinstance(v, plain) else str(v) for k, v in parsed[0].items()}

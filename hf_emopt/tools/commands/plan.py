@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from hf_emopt.optimizers.base import MatrixOptimizer
-    from hf_emopt.tools.forecast.step import Machine
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -60,10 +59,6 @@ _FORECAST: tuple[tuple[str, type, str], ...] = (
 """Options that ask for a forecast, with the type and help of each."""
 
 
-def _asks_forecast(options: argparse.Namespace) -> bool:
-    return any(getattr(options, flag[2:].replace("-", "_")) is not None for flag, _, _ in _FORECAST)
-
-
 def build_optimizer(name: str, model: nn.Module, optim_args: str | None) -> MatrixOptimizer:
     """The optimizer that ``TrainingArguments(optim=name, optim_args=optim_args)`` would train ``model`` with.
 
@@ -82,57 +77,46 @@ def build_optimizer(name: str, model: nn.Module, optim_args: str | None) -> Matr
 
 def run(options: argparse.Namespace) -> int:
     """``hf-emopt plan``."""
+    from hf_emopt.tools.estimate import estimate, storage_choices
+
     if options.world_size < 1:
         raise ValueError(f"--world-size {options.world_size} must be at least 1")
-    source = _one_model(options)
-    model = _load(source, options)
+    given = [m for m in (options.model, options.model_option) if m is not None]
+    if len(given) != 1:
+        raise ValueError("give one model: hf-emopt plan path/to/config.json")
+    model = _load(given[0], options)
     optimizers = {name: build_optimizer(name, model, options.optim_args) for name in options.optim}
-    asked = _asks_forecast(options)
+    asked = any(getattr(options, flag[2:].replace("-", "_")) is not None for flag, _, _ in _FORECAST)
     # Where layouts are asked for, they say who shares what.
     ranks = 1 if asked else options.world_size
     found = _forecasts(options, model, optimizers) if asked else None
     if options.json:
-        described = {name: _figures(optimizer, ranks) for name, optimizer in optimizers.items()}
+        described: dict[str, dict[str, Any]] = {
+            name: {
+                "routes": optimizer.routes.to_dict(),
+                **estimate(optimizer, ranks).to_dict(),
+                "bytes_per_parameter_by_factor_storage": storage_choices(optimizer),
+            }
+            for name, optimizer in optimizers.items()
+        }
         one = len(optimizers) == 1
         content = {"optim": options.optim[0], **described[options.optim[0]]} if one else {"optimizers": described}
         if found is not None:
             content["forecast"] = found[0]
-        print(json.dumps({"model": source, **content}))
+        print(json.dumps({"model": given[0], **content}))
         return 0
-    print("\n\n".join(_block(name, optimizer, ranks, len(optimizers) > 1) for name, optimizer in optimizers.items()))
+    blocks = []
+    for name, optimizer in optimizers.items():
+        lines = [f"{name}:"] if len(optimizers) > 1 else []
+        lines += [str(optimizer.routes), str(estimate(optimizer, ranks))]
+        if choices := storage_choices(optimizer):
+            each = ", ".join(f"{storage} {size:.2f}" for storage, size in choices.items())
+            lines.append(f"bytes a parameter by factor_storage: {each}")
+        blocks.append("\n".join(lines))
+    print("\n\n".join(blocks))
     if found is not None:
         print(found[1])
     return 0
-
-
-def _figures(optimizer: MatrixOptimizer, ranks: int) -> dict[str, Any]:
-    """Routes and figures of one optimizer as plain values."""
-    from hf_emopt.tools.estimate import estimate, storage_choices
-
-    return {
-        "routes": optimizer.routes.to_dict(),
-        **estimate(optimizer, ranks).to_dict(),
-        "bytes_per_parameter_by_factor_storage": storage_choices(optimizer),
-    }
-
-
-def _block(name: str, optimizer: MatrixOptimizer, ranks: int, headed: bool) -> str:
-    """The same as text, under the optimizer's name where there are several."""
-    from hf_emopt.tools.estimate import estimate, storage_choices
-
-    lines = [f"{name}:"] if headed else []
-    lines += [str(optimizer.routes), str(estimate(optimizer, ranks))]
-    choices = storage_choices(optimizer)
-    if choices:
-        lines.append("bytes a parameter by factor_storage: " + ", ".join(f"{k} {v:.2f}" for k, v in choices.items()))
-    return "\n".join(lines)
-
-
-def _one_model(options: argparse.Namespace) -> str:
-    given = [m for m in (options.model, options.model_option) if m is not None]
-    if len(given) != 1:
-        raise ValueError("give one model: hf-emopt plan path/to/config.json")
-    return str(given[0])
 
 
 def _load(source: str, options: argparse.Namespace) -> nn.Module:
@@ -153,26 +137,21 @@ def _load(source: str, options: argparse.Namespace) -> nn.Module:
     return model.to(dtype)
 
 
-def _machine(options: argparse.Namespace) -> Machine:
-    from hf_emopt.tools.forecast.hardware import custom_gpu, custom_network
-    from hf_emopt.tools.forecast.step import Machine
-
-    gpu = custom_gpu(
-        options.gpu or "h100", options.gpu_tflops, options.gpu_bandwidth, options.gpu_memory, options.nvlink_gbytes,
-        options.gpus_per_node,
-    )  # fmt: skip
-    return Machine(gpu, custom_network(options.network or "ib400", options.network_gbytes, options.network_latency))
-
-
 def _forecasts(
     options: argparse.Namespace, model: nn.Module, optimizers: dict[str, MatrixOptimizer]
 ) -> tuple[dict[str, Any], str]:
     """As plain values, and as text."""
+    from hf_emopt.tools.forecast.hardware import custom_gpu, custom_network
     from hf_emopt.tools.forecast.layouts import check_sizes, layout_on
     from hf_emopt.tools.forecast.report import figures, model_seconds, sources, table
-    from hf_emopt.tools.forecast.step import forecast
+    from hf_emopt.tools.forecast.step import Machine, forecast
 
-    machine = _machine(options)
+    gpu = custom_gpu(
+        options.gpu or "h100", bf16=options.gpu_tflops, memory_tb_s=options.gpu_bandwidth, memory_gib=options.gpu_memory,
+        nvlink_gb_s=options.nvlink_gbytes, per_node=options.gpus_per_node,
+    )  # fmt: skip
+    link = {"gb_s": options.network_gbytes, "latency_us": options.network_latency}
+    machine = Machine(gpu, custom_network(options.network or "ib400", **link))
     if options.tokens_per_gpu is not None and options.tokens_per_gpu < 1:
         raise ValueError(f"--tokens-per-gpu {options.tokens_per_gpu} must be at least 1")
     frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)

@@ -49,10 +49,7 @@ def held(storage: Storage) -> Array:
 
 
 def spread(storage: Storage, amounts: Array, world_size: int) -> Array:
-    """From rank indices ``(replicas, shards)`` to ranks.
-
-    A parameter that fewer ranks share has copies on the others, which are like them.
-    """
+    """From rank indices ``(replicas, shards)`` to ranks; a parameter that fewer ranks share has copies on the others."""
     if storage.world_size < world_size:
         return np.repeat(amounts.reshape(-1), world_size // storage.world_size)
     result = np.zeros(world_size)
@@ -69,10 +66,8 @@ class BucketAmounts:
     """Elements of one bucket.
 
     Attributes:
-        bucket: the bucket.
         batches: the matrices of each kind, by the rank index of their owner.
-        owned: elements that a rank transforms.
-        local: elements that it holds.
+        owned, local: elements that a rank transforms, and that it holds.
         sent, returned, shared: elements that a rank receives in the three collectives, its own part of an all-to-all counted.
         width: bytes of an element that travels.
     """
@@ -111,17 +106,13 @@ def bucket_amounts(bucket: Bucket, world_size: int, width: int) -> BucketAmounts
     return BucketAmounts(bucket, {k: dict(v) for k, v in batches.items()}, owned, local, sent, returned, shared, width)
 
 
-# ---------------------------------------------------------------------- memory
-
-
 @dataclass(frozen=True)
 class Memory:
     """Bytes of each rank.
 
     Attributes:
         weights, gradients: of trained parameters, in their dtypes; weights also of frozen ones.
-        state: of the optimizer's state after its first step.
-        adamw_state: of the state of ``torch.optim.AdamW`` on the same layout.
+        state, adamw_state: of the optimizer's state after its first step, and of ``torch.optim.AdamW``'s.
     """
 
     weights: Array
@@ -131,11 +122,7 @@ class Memory:
 
 
 def memory(optimizer: MatrixOptimizer, placed: Placed, frozen_bytes: int = 0) -> Memory:
-    """Bytes on every rank of a layout.
-
-    Args:
-        frozen_bytes: of weights that are not trained; they are sharded as the others are.
-    """
+    """Bytes on every rank of a layout; weights that are not trained, ``frozen_bytes``, are sharded as the others are."""
     world, sharded = placed.layout.world_size, placed.layout.is_sharded
     weights, state, adamw = np.zeros(world), np.zeros(world), np.zeros(world)
 

@@ -1,10 +1,7 @@
-"""GPUs and networks by name: the numbers that predictions rest on, and their sources.
+"""GPUs and networks by name, and the constants of predictions; ``docs/planning.md`` says which were measured, and how.
 
 ``"datasheet"`` is the manufacturer's figure (NVIDIA A100 80GB, H100 SXM, H200 SXM, HGX B200; InfiniBand HDR and NDR), dense
-operations, one direction of a link. ``"measured"`` comes from ``benchmarks/results`` or from the kernel tables; ``"assumed"``
-is neither. Figures that were fitted to steps of the optimizers are here too; bytes that follow from the code are in
-:mod:`.work`.
-Products have no figure of their own where a table of measured kernels exists (:mod:`.products`).
+operations, one direction of a link.
 """
 
 from __future__ import annotations
@@ -19,13 +16,9 @@ class Gpu:
     """One GPU and its links inside a node.
 
     Attributes:
-        name: as on the command line.
         architecture: compute capability as one number; the kernel tables go by it.
         bf16, tf32, fp32: dense TFLOP/s of products of 16-bit, TF32 and float32 numbers.
-        memory_tb_s: bandwidth of memory in TB/s.
-        memory_gib: capacity in GiB.
         nvlink_gb_s: GB/s from one GPU to the others of its node, one direction.
-        per_node: GPUs in a node.
         source: of the figures, by field name; ``""`` for all that are not named.
     """
 
@@ -46,10 +39,8 @@ class Network:
     """What connects nodes.
 
     Attributes:
-        name: as on the command line.
-        gb_s: GB/s of one GPU, one direction.
+        gb_s: GB/s of one GPU, one direction; ``source`` says from where.
         latency_us: of a collective of small messages, and ``message_us`` of every peer that one sends to.
-        source: of the bandwidth.
     """
 
     name: str
@@ -85,17 +76,13 @@ class Efficiency:
     """Shares of datasheet figures that real work reaches.
 
     Attributes:
-        memory: of the bandwidth, in elementwise passes. Measured: kernels of fused AdamW, 1.1 B parameters, DDP, two H200.
-        memory_alone: the same of the passes of Muon where nothing travels. Measured: their kernels, one H200.
-        nvlink: of the link, in collectives that run during products. Measured: those of Muon in the same call.
-        network: the same between nodes. Assumed.
-        tf32: of the rate of TF32 products. Measured: 16 products of 2048, one H100.
-        fp16: of the 16-bit rate, in products of SOAP and Shampoo with that precision, those of half a result counted as whole
-            ones. Measured: 16 factors of 2048 (0.94) and as many general products (0.72), one H200.
+        memory: of the bandwidth, in elementwise passes; ``memory_alone`` in those of Muon where nothing travels.
+        nvlink, network: of a link in collectives that run during products, inside and between nodes.
+        tf32: of the rate of TF32 products.
+        fp16: of the 16-bit rate, in products of SOAP and Shampoo, those of half a result counted as whole ones.
         sustained: how much longer 16-bit products take once a card has done nothing else for ``boost_seconds``: its power is
-            limited. Fitted: whole orthogonalizations that take longer than their single products in the kernel table, to
-            which the figure belongs. ``boost_seconds`` is assumed.
-        model: of the 16-bit rate in forward and backward. Measured: Llamas of 1.1 B and 2.0 B, two H200, 0.30 and 0.39.
+            limited.
+        model: of the 16-bit rate in forward and backward.
     """
 
     memory: float = 0.72
@@ -115,11 +102,6 @@ EFFICIENCY = Efficiency()
 @dataclass(frozen=True)
 class Host:
     """Python and launches, on the machines that were measured (the processor is not recorded).
-
-    ``parameter_ms`` is fitted to Muon's steps on two GPUs under FSDP2 and DDP; ``bucket_ms`` and ``batch_ms`` to
-    older ones under DDP, with and without ``overlap_param_gather``, which the host bounds; AdamW's to its own under DDP, and
-    under FSDP2, where hosts differ by a third, so that its largest error there is least. 1.1 B and 2.0 B parameters, two
-    H200. ``slice_ms``: Muon's step over tensor parallelism, on four GPUs.
 
     Attributes:
         parameter_ms: of a matrix, before the first kernel: gradients are collected and checked.
@@ -144,15 +126,11 @@ LAUNCH_SECONDS = 3e-6
 SOFTENING = 0.05
 """Squared distance, in powers of two, within which no measured product decides alone; assumed."""
 UNFUSED = 3.3
-"""How many times the bytes torch's foreach functions and copies move; fitted to steps under FSDP2 and DDP on two H200."""
+"""How many times the bytes torch's foreach functions and copies move."""
 FACTOR_BYTES, FACTOR_BYTES_HALF = 200.0, 114.0
-"""An owned element of what rules with factors do besides products. Fitted to the steps between refreshes of a synchronous
-schedule, whose products are known: SOAP 197, Shampoo 201. Shampoo in float16 reads blocks where they lie: what its kernels
-took in a step of one H200."""
+"""An owned element of what rules with factors do besides products, and of Shampoo's in float16."""
 
-# Seconds of the refresh of a side of 2048, and of a call, on an H200 with TF32 products: from a synchronous and a staggered
-# schedule of frequency 10 (benchmarks/results/refresh_2048_h200.json). In SOAP's call is what small batches lose. Shampoo's
-# side is from a whole step under FSDP2 on two H200, since its roots take fewer products than they did there.
+# Seconds of the refresh of a side of 2048, and of a call, on an H200 with TF32 products.
 REFRESH_SIDE = {"soap": 1.83e-3, "shampoo": 1.96e-3, "kl_shampoo": 5.07e-3}
 REFRESH_CALL = {"soap": 11.5e-3, "shampoo": 0.97e-3, "kl_shampoo": 0.97e-3}
 # Of Shampoo's roots on symmetric products in float16: a side from a whole step, of which 0.79 are its products and passes
@@ -165,18 +143,19 @@ SPLIT_SIDE = 1.54e-3
 BASIS_SIDE, BASIS_CALL = 1.2e-3, 5.9e-3
 
 
-def custom_gpu(
-    base: str,
-    tflops: float | None = None,
-    memory_tb_s: float | None = None,
-    memory_gib: float | None = None,
-    nvlink_gb_s: float | None = None,
-    per_node: int | None = None,
-) -> Gpu:
-    """A GPU of :data:`GPUS` with other figures.
+_FLAGS = {
+    "bf16": "--gpu-tflops",
+    "memory_tb_s": "--gpu-bandwidth",
+    "memory_gib": "--gpu-memory",
+    "nvlink_gb_s": "--nvlink-gbytes",
+    "per_node": "--gpus-per-node",
+    "gb_s": "--network-gbytes",
+    "latency_us": "--network-latency",
+}
 
-    Args:
-        tflops: dense 16-bit TFLOP/s; TF32 and float32, and measured kernels, are scaled with it.
+
+def custom_gpu(base: str, **figures: float | None) -> Gpu:
+    """A GPU of :data:`GPUS` with other figures, by field; TF32 and float32, and measured kernels, are scaled with ``bf16``.
 
     Raises:
         ValueError: for an unknown name, or a figure that is not above 0.
@@ -186,21 +165,15 @@ def custom_gpu(
             f"--gpu {base} is not one of {', '.join(GPUS)}; take the nearest and give its figures by flags"
         )
     gpu = GPUS[base]
-    chosen = _given(
-        bf16=("--gpu-tflops", tflops),
-        memory_tb_s=("--gpu-bandwidth", memory_tb_s),
-        memory_gib=("--gpu-memory", memory_gib),
-        nvlink_gb_s=("--nvlink-gbytes", nvlink_gb_s),
-        per_node=("--gpus-per-node", per_node),
-    )
+    chosen = _given(figures)
     source = {**gpu.source, **dict.fromkeys(chosen, "given")}
-    if tflops is not None:
-        chosen |= {"tf32": gpu.tf32 * tflops / gpu.bf16, "fp32": gpu.fp32 * tflops / gpu.bf16}
+    if "bf16" in chosen:
+        chosen |= {key: getattr(gpu, key) * chosen["bf16"] / gpu.bf16 for key in ("tf32", "fp32")}
     return replace(gpu, **chosen, source=source)
 
 
-def custom_network(base: str, gb_s: float | None = None, latency_us: float | None = None) -> Network:
-    """A network of :data:`NETWORKS` with another bandwidth or latency.
+def custom_network(base: str, **figures: float | None) -> Network:
+    """A network of :data:`NETWORKS` with another bandwidth or latency, by field.
 
     Raises:
         ValueError: for an unknown name, or a figure that is not above 0.
@@ -209,15 +182,15 @@ def custom_network(base: str, gb_s: float | None = None, latency_us: float | Non
         raise ValueError(
             f"--network {base} is not one of {', '.join(NETWORKS)}; take the nearest and give --network-gbytes"
         )
-    chosen = _given(gb_s=("--network-gbytes", gb_s), latency_us=("--network-latency", latency_us))
-    if gb_s is not None:
+    chosen = _given(figures)
+    if "gb_s" in chosen:
         chosen["source"] = "given"
     return replace(NETWORKS[base], **chosen)
 
 
-def _given(**figures: tuple[str, float | None]) -> dict[str, Any]:
-    """The figures that are not ``None``, by field, from their flags and values."""
-    for flag, value in figures.values():
+def _given(figures: Mapping[str, float | None]) -> dict[str, Any]:
+    """The figures that are not ``None``."""
+    for field, value in figures.items():
         if value is not None and not value > 0:
-            raise ValueError(f"{flag} {value} must be above 0")
-    return {field: value for field, (_, value) in figures.items() if value is not None}
+            raise ValueError(f"{_FLAGS[field]} {value} must be above 0")
+    return {field: value for field, value in figures.items() if value is not None}

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import fnmatch
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -30,8 +29,6 @@ class Layout:
     """How a model is laid over ranks.
 
     Attributes:
-        name: one of :data:`LAYOUTS`.
-        world_size: ranks.
         shards: ranks that together hold one copy, under ``"hsdp"``.
         tp_size: ranks that share each matrix, under ``"fsdp2+tp"``; neighbours by number, as in a mesh ``(data, tensor)``.
 
@@ -67,37 +64,18 @@ class Layout:
         """Whether parameters are DTensors, whose state is sharded as they are."""
         return self.name != "ddp"
 
-    def storage(self, shape: tuple[int, ...], cut_dim: int | None) -> Storage:
-        """The storage of a parameter.
-
-        Args:
-            cut_dim: the dimension that tensor parallelism slices, or ``None``: then the ranks with one tensor-parallel
-                coordinate share the parameter among themselves.
-        """
-        return _storage(self, shape, cut_dim)
-
 
 def layout_on(
     name: str, world_size: int, per_node: int, shard_size: int | None = None, tp_size: int | None = None
 ) -> Layout:
-    """A layout with sizes that suit the nodes where none are given.
-
-    A node shares a matrix, and a replica of HSDP is a node, or half of the ranks where one node has them all.
-
-    Raises:
-        ValueError: when the sizes do not fit.
-    """
+    """A layout in which a node shares a matrix and a replica is a node, or half of the only one, where no sizes are given."""
     node = min(per_node, world_size)
     shards = shard_size if shard_size is not None else node if node < world_size else world_size // 2
     return Layout(name, world_size, shards, node if tp_size is None else tp_size)
 
 
 def check_sizes(names: Sequence[str], shard_size: int | None, tp_size: int | None) -> None:
-    """Refuses a size that applies to none of the layouts.
-
-    Raises:
-        ValueError: for such a size.
-    """
+    """Raises ``ValueError`` for a size that applies to none of the layouts."""
     for flag, size, layout in (("--shard-size", shard_size, "hsdp"), ("--tp-size", tp_size, "fsdp2+tp")):
         if size is not None and layout not in names:
             raise ValueError(f"{flag} {size} is for --layout {layout}, and the layouts are {', '.join(names)}")
@@ -105,6 +83,10 @@ def check_sizes(names: Sequence[str], shard_size: int | None, tp_size: int | Non
 
 @lru_cache(maxsize=4096)
 def _storage(layout: Layout, shape: tuple[int, ...], cut_dim: int | None) -> Storage:
+    """The storage of a parameter, of which tensor parallelism slices ``cut_dim``.
+
+    With ``None`` the ranks with one tensor-parallel coordinate share the parameter among themselves.
+    """
     world = layout.world_size
     if layout.name == "ddp":
         return Storage.whole(shape, world)
@@ -135,7 +117,6 @@ class Placed:
     """An optimizer's parameters on the ranks of a layout.
 
     Attributes:
-        layout: the ranks.
         plan: of the matrices.
         aux_plan: of elementwise parameters of which ranks hold copies, as all are under DDP.
         own: group, position and storage of each elementwise parameter whose ranks step their shards alone.
@@ -153,30 +134,31 @@ def place(
     """The plans for an optimizer, whose parameters may be on the meta device.
 
     Args:
-        model: has the plan of tensor parallelism for that layout.
+        model: for the layout with tensor parallelism, whose plan it has.
         max_bucket_numel: elements for each rank in a bucket, instead of the optimizer's.
 
     Raises:
-        ValueError: when the model has no plan of tensor parallelism, or one that is not known here.
+        ValueError: see :func:`tensor_parallel_plan`.
     """
-    dims = _tensor_dims(model) if layout.name == "fsdp2+tp" else {}
+    dims = {}
+    if layout.name == "fsdp2+tp":
+        styles = tensor_parallel_plan(model, _DIMS, "plan it with --layout fsdp2 or hsdp")
+        dims = {f"{pattern}.weight": _DIMS[style] for pattern, style in styles.items()}
     planned: list[PlannedParameter] = []
     sliced: list[TensorSlices | None] = []
+    of_shard = tuple(rank % layout.tp_size for rank in range(layout.world_size))
     for p in optimizer.planned_parameters():
         dim = _cut_dim(p.name, dims, p.storage.shape)
-        storage = layout.storage(p.storage.shape, dim)
+        storage = _storage(layout, p.storage.shape, dim)
         # Compute groups are made of ranks of one dimension of the mesh only, and never of some of the job's ranks.
         alone = layout.name == "fsdp2+tp" and dim is None
         planned.append(replace(p, storage=storage, shard_cost=None if alone else p.shard_cost))
-        sliced.append(None if dim is None else _tensor_slices(storage, dim, layout))
+        slices = () if dim is None else chunk_regions(storage.shape, dim, layout.tp_size)
+        sliced.append(TensorSlices(of_shard, tuple((region,) for region in slices)) if slices else None)
     if any(slices is not None for slices in sliced):
+        width = communication_bytes(optimizer, planned[0])
         planned, _ = choose_modes(
-            planned,
-            sliced,
-            optimizer.rule,
-            optimizer.param_groups,
-            optimizer.mode_overrides,
-            communication_bytes(optimizer, planned[0]),
+            planned, sliced, optimizer.rule, optimizer.param_groups, optimizer.mode_overrides, width
         )
     copies, own = _others(optimizer, layout, dims)
     forward = optimizer.overlap_param_gather and layout.name == "ddp"
@@ -204,41 +186,36 @@ def _others(
     copies: list[PlannedParameter] = []
     own = []
     for g, group in enumerate(optimizer.param_groups):
-        if group["kind"] != "aux":
-            continue
         for i, (name, param) in enumerate(zip(group["param_names"], group["params"])):
             shape = tuple(param.shape)
-            if not param.numel():
+            if group["kind"] != "aux" or not param.numel():
                 continue
             if layout.name == "ddp" and layout.world_size > 1:
                 storage = Storage.whole(shape, layout.world_size)
                 tag = f"{param.dtype} {param.device}"
                 copies.append(PlannedParameter(name, g, i, (), (param.numel(),), tag, storage))
             else:
-                own.append((g, i, layout.storage(shape, _cut_dim(name, dims, shape))))
+                own.append((g, i, _storage(layout, shape, _cut_dim(name, dims, shape))))
     return copies, own
-
-
-def _tensor_slices(storage: Storage, dim: int, layout: Layout) -> TensorSlices:
-    slices = chunk_regions(storage.shape, dim, layout.tp_size)
-    of_shard = tuple(rank % layout.tp_size for rank in range(layout.world_size))
-    return TensorSlices(of_shard, tuple((region,) for region in slices))
 
 
 _DIMS = {"colwise": 0, "colwise_gather_output": 0, "colwise_rep": 0, "rowwise": 1}
 
 
-def _tensor_dims(model: nn.Module | None) -> dict[str, int]:
-    """The dimension in which weights are sliced, by pattern of their names."""
-    config: Any = getattr(model, "config", None)
+def tensor_parallel_plan(model: nn.Module | None, known: Collection[str], advice: str) -> dict[str, str]:
+    """The style in which the model's own plan of tensor parallelism slices modules, by pattern of their names.
+
+    Raises:
+        ValueError: when the model has no plan, or one with a style that is not ``known``; ``advice`` ends the message.
+    """
     base = str(getattr(model, "base_model_prefix", ""))
-    plan = {f"{base}.{k}" if base else k: v for k, v in (getattr(config, "base_model_tp_plan", None) or {}).items()}
-    plan |= getattr(type(model), "_tp_plan", None) or {}
-    unknown = sorted({style for style in plan.values() if style not in _DIMS})
+    styles = getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}
+    plan = {f"{base}.{k}" if base else k: v for k, v in styles.items()} | (getattr(type(model), "_tp_plan", None) or {})
+    unknown = sorted({style for style in plan.values() if style not in known})
     if not plan or unknown:
         what = f"styles that are not known here: {', '.join(unknown)}" if plan else "no plan of tensor parallelism"
-        raise ValueError(f"{type(model).__name__} has {what}; plan it with --layout fsdp2 or hsdp")
-    return {f"{pattern}.weight": _DIMS[style] for pattern, style in plan.items()}
+        raise ValueError(f"{type(model).__name__} has {what}; {advice}")
+    return plan
 
 
 def _cut_dim(name: str, dims: dict[str, int], shape: Sequence[int]) -> int | None:

@@ -1,9 +1,7 @@
-"""Seconds of matrix products and of whole orthogonalizations, from measured kernels.
+"""Seconds of matrix products and of whole orthogonalizations, from the kernel tables of ``hf_emopt/kernels/triton/tables``.
 
-The tables of ``hf_emopt/kernels/triton/tables`` hold, for an architecture, the milliseconds of symmetric products by this
-package's kernels and of the vendor's general product of the same size. Other sizes are interpolated in operations a
-second, over the number of elements of the result and the depth of the product. These decide how a device is filled, and
-how much of a tile's time is spent on its ends.
+Sizes that are not in a table are interpolated in operations a second, over the number of elements of the result and the depth
+of the product: how the device is filled, and how much of a tile's time is spent on its ends.
 """
 
 from __future__ import annotations
@@ -21,15 +19,12 @@ from hf_emopt.tools.forecast.hardware import GPUS, LAUNCH_SECONDS, SOFTENING, Gp
 _REFERENCE = GPUS["h200"]
 """The GPU on which the table was measured; an H100 has the same rates."""
 
-_Point = tuple[float, float, float]
-
 
 @functools.cache
-def _points(architecture: int, table: str, symmetric: bool, with_c: bool) -> tuple[_Point, ...]:
+def _points(architecture: int, table: str, symmetric: bool, with_c: bool) -> tuple[tuple[float, float, float], ...]:
     """``(log2 elements of the result, log2 depth, log2 operations a second)`` of each measured product.
 
-    Args:
-        table: the table that the environment names, so that another one is read when it changes.
+    ``table`` is the one that the environment names, so that another one is read when it changes.
     """
     found = {}
     for e in sorted(load_table(architecture), key=lambda e: -e.ms):  # the fastest of a problem last
@@ -43,9 +38,8 @@ def _points(architecture: int, table: str, symmetric: bool, with_c: bool) -> tup
 @functools.lru_cache(maxsize=65536)
 def _rate(architecture: int, table: str, symmetric: bool, with_c: bool, elements: float, depth: float) -> float:
     """Operations a second, by inverse square distance."""
-    points = _points(architecture, table, symmetric, with_c)
     total = weights = 0.0
-    for x, y, z in points:
+    for x, y, z in _points(architecture, table, symmetric, with_c):
         distance = (x - elements) ** 2 + (y - depth) ** 2 + SOFTENING
         total += z / distance**2
         weights += 1 / distance**2
@@ -60,12 +54,7 @@ def has_kernels(gpu: Gpu) -> bool:
 def product_seconds(
     gpu: Gpu, batch: float, m: int, n: int, k: int, *, symmetric: bool = False, with_c: bool = False
 ) -> float:
-    """``batch`` products of 16-bit ``(m, k) x (k, n)``.
-
-    Args:
-        symmetric: by a kernel that computes half of the result.
-        with_c: another matrix is added.
-    """
+    """``batch`` products of 16-bit ``(m, k) x (k, n)``, in half where ``symmetric``, with another matrix added ``with_c``."""
     flops = 2 * batch * m * n * k
     if flops == 0:
         return 0.0
@@ -78,11 +67,9 @@ def product_seconds(
 
 
 def newton_schulz_seconds(gpu: Gpu, batch: int, m: int, n: int, group: Group, form: Method | None = None) -> float:
-    """Products of the orthogonalization of ``(batch, m, n)``, as the rule's hyperparameters and the GPU have it done.
+    """Products of the orthogonalization of ``(batch, m, n)``, as hyperparameters and GPU have it done.
 
-    Args:
-        group: ``ns_steps``, ``ns_coefficients``, ``ns_dtype`` and ``compat`` are read.
-        form: of the iteration; ``None`` for the one that the shape is given.
+    ``form`` is that of the iteration, ``None`` for the one that the shape is given.
     """
     short, long = min(m, n), max(m, n)
     steps = int(group["ns_steps"])
@@ -96,8 +83,9 @@ def newton_schulz_seconds(gpu: Gpu, batch: int, m: int, n: int, group: Group, fo
     square_c = product_seconds(gpu, batch, short, short, short, symmetric=True, with_c=True)
     gram = product_seconds(gpu, batch, short, short, long, symmetric=True)
     apply = product_seconds(gpu, batch, short, long, short)
-    if form == "standard" or (form is None and not _is_gram(m, n, group)):
-        second = square_c if group["ns_dtype"] == "bfloat16" else square
+    sixteen = group["ns_dtype"] == "bfloat16"
+    if form == "standard" or (form is None and (sixteen or not gram_pays(m, n))):
+        second = square_c if sixteen else square
         return steps * (gram + second + apply)
     segments = gram_segments(steps, group["ns_coefficients"])
     return segments * (gram + apply) + steps * square_c + 3 * (steps - segments) * square
@@ -107,7 +95,3 @@ def _kernels_run(gpu: Gpu, group: Group) -> bool:
     scale_free = group["compat"] is None and group["eps"] is None
     frobenius = resolve_coefficients(group["ns_coefficients"], group["ns_steps"]).scaling == "frobenius"
     return has_kernels(gpu) and scale_free and frobenius and group["ns_dtype"] in (None, "float16", "bfloat16")
-
-
-def _is_gram(m: int, n: int, group: Group) -> bool:
-    return group["ns_dtype"] != "bfloat16" and bool(gram_pays(m, n))

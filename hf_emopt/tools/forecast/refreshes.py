@@ -28,9 +28,7 @@ _MOST_TASKS = 20000
 class Refreshes:
     """The refreshes of each step of a period on each rank, ``(period, ranks)``.
 
-    Attributes:
-        sides: factors that are refreshed, in units of a factor of :data:`SIDE`.
-        calls: calls that refresh them: factors of one side in one batch.
+    ``sides`` are factors in units of one of :data:`SIDE`; a call refreshes factors of one side in one batch.
     """
 
     sides: Array
@@ -45,7 +43,10 @@ def refreshes(optimizer: MatrixOptimizer, placed: Placed) -> Refreshes | None:
     group = next(g for g in optimizer.param_groups if g["kind"] == "matrix")
     period = rule.period(group)
     together = group["refresh"] == "synchronous"
-    steps = {} if together else _refresh_steps(optimizer, placed)
+    # Refreshes are assigned as on a GPU: costs depend on the device alone.
+    device: Any = [SimpleNamespace(device=torch.device("cuda"))]
+    groups = [{**g, "params": device} for g in optimizer.param_groups]
+    steps = {} if together else plan_refresh_steps(placed.plan, groups, rule, _assign)
     sides, calls = np.zeros((period, world)), np.zeros((period, world))
     for bucket in placed.plan.buckets:
         found: dict[tuple[int, tuple[int, int]], Counter[tuple[int, int]]] = defaultdict(Counter)
@@ -68,13 +69,6 @@ def _lengths(rule: KroneckerRule, shape: tuple[int, int], group: Group) -> tuple
     return tuple(
         s for c in rule.grid(shape, group).classes for _ in range(c.count) for s in c.sizes if rule.has_factor(s, group)
     )
-
-
-def _refresh_steps(optimizer: MatrixOptimizer, placed: Placed) -> dict[Matrix, tuple[int, ...]]:
-    """As the optimizer assigns them on a GPU."""
-    device: Any = [SimpleNamespace(device=torch.device("cuda"))]  # costs depend on it alone
-    groups = [{**group, "params": device} for group in optimizer.param_groups]
-    return plan_refresh_steps(placed.plan, groups, optimizer.rule, _assign)
 
 
 def _assign(batches: Batches, period: int) -> dict[Matrix, tuple[int, ...]]:

@@ -27,15 +27,12 @@ def model_seconds(model: nn.Module, tokens: int, machine: Machine) -> float:
 def sources(machine: Machine, world_size: int, optimizers: Sequence[MatrixOptimizer]) -> dict[str, str]:
     """The source of each part of a forecast: ``measured ...``, ``datasheet ...``, ``extrapolated ...`` or ``given ...``."""
     gpu, network = machine.gpu, machine.network
-    sheet = GPUS["h200"].bf16
     given = gpu.source.get("bf16") == "given"
+    rate = "given" if given else "datasheet"
+    products = f"extrapolated: {rate} rate, the H200's curve over sizes, no kernels of ours"
     if has_kernels(gpu):
         products = "measured on an H200, kernel by kernel; sizes between are interpolated"
         products += f", and scaled to {gpu.bf16:g} TFLOP/s as given" if given else ""
-    else:
-        products = (
-            f"extrapolated: {'given' if given else 'datasheet'} rate, the H200's curve over sizes, no kernels of ours"
-        )
     where, link = (gpu.source.get(key, "datasheet") for key in ("memory_tb_s", "nvlink_gb_s"))
     found = {
         "products": products,
@@ -48,12 +45,11 @@ def sources(machine: Machine, world_size: int, optimizers: Sequence[MatrixOptimi
             f"extrapolated: {network.source}, {EFFICIENCY.network:.0%} of it and {network.latency_us:g} us assumed"
         )
     if not all(isinstance(o.rule, MuonRule) for o in optimizers):
-        same = gpu.tf32 == GPUS["h200"].tf32 and gpu.bf16 == sheet
+        same = gpu.tf32 == GPUS["h200"].tf32 and gpu.bf16 == GPUS["h200"].bf16
         # Fitted with TF32 products; what runs in float32 is scaled.
         same = same and all(g.get("matmul_precision", "tf32") == "tf32" for o in optimizers for g in o.param_groups)
-        found["refreshes"] = "measured on an H200, sides of 2048" + (
-            "" if same else "; scaled by the rate: extrapolated"
-        )
+        scaled = "" if same else "; scaled by the rate: extrapolated"
+        found["refreshes"] = f"measured on an H200, sides of 2048{scaled}"
     if world_size > MEASURED_RANKS:
         found["step"] = f"extrapolated: steps were measured on up to {MEASURED_RANKS} GPUs, here are {world_size}"
     return found
@@ -87,12 +83,8 @@ def figures(name: str, f: Forecast, machine: Machine, model_s: float | None = No
         "bytes_balance": f.bytes_balance,
         "buckets": f.buckets,
         "parameters_in_teams": f.compute_groups,
-        "adamw": {
-            "step_ms": 1e3 * f.adamw.seconds,
-            "host_ms": 1e3 * f.adamw.host,
-            "state_bytes": f.adamw.state_bytes,
-        },
     }
+    row["adamw"] = {"step_ms": 1e3 * f.adamw.seconds, "host_ms": 1e3 * f.adamw.host, "state_bytes": f.adamw.state_bytes}
     if model_s is not None:
         row["forward_backward_ms"] = 1e3 * model_s
         row["share_of_step"] = f.seconds / (f.seconds + model_s)
@@ -100,26 +92,13 @@ def figures(name: str, f: Forecast, machine: Machine, model_s: float | None = No
     return row
 
 
-_HEADS = [
-    "step",
-    "products",
-    "passes",
-    "exchange",
-    "exposed",
-    "host",
-    "received",
-    "sent",
-    "weights",
-    "grads",
-    "state",
-    "max/mean",
-]
+_HEADS = "step,products,passes,exchange,exposed,host,received,sent,weights,grads,state,max/mean"
 
 
 def table(rows: Sequence[dict[str, Any]], machine: Machine, known: dict[str, str]) -> str:
     """Forecasts as text, one line each, with a line for AdamW below those of each layout."""
     share = " of step" if "share_of_step" in rows[0] else ""
-    lines = [_cells("ms a step; a rank with most", _HEADS) + share]
+    lines = [_cells("ms a step; a rank with most", _HEADS.split(",")) + share]
     for number, row in enumerate(rows):
         lines.append(_line(row))
         if number + 1 == len(rows) or rows[number + 1]["layout"] != row["layout"]:
@@ -132,9 +111,9 @@ def table(rows: Sequence[dict[str, Any]], machine: Machine, known: dict[str, str
 
 
 def _line(row: dict[str, Any]) -> str:
-    times = ("step_ms", "products_ms", "passes_ms", "exchange_ms", "exposed_exchange_ms", "host_ms")
     products = row["products_ms"] + row["refresh_ms"]
-    cells = [f"{products if key == 'products_ms' else row[key]:.2f}" for key in times]
+    rest = (row[f"{key}_ms"] for key in ("passes", "exchange", "exposed_exchange", "host"))
+    cells = [f"{ms:.2f}" for ms in (row["step_ms"], products, *rest)]
     cells += [_bytes(row[f"{key}_bytes"]) for key in ("received", "sent", "weight", "gradient", "state")]
     cells.append(f"{row['time_balance']:.3f}")
     return _cells(f"{row['layout']}, {row['optim']}", cells) + _share(row)

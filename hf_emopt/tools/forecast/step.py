@@ -13,15 +13,7 @@ from torch import nn
 
 from hf_emopt.optimizers.base import MatrixOptimizer
 from hf_emopt.rules.muon import MuonRule
-from hf_emopt.tools.forecast.amounts import (
-    Array,
-    BucketAmounts,
-    Kind,
-    bucket_amounts,
-    held,
-    memory,
-    spread,
-)
+from hf_emopt.tools.forecast.amounts import Array, BucketAmounts, Kind, bucket_amounts, held, memory, spread
 from hf_emopt.tools.forecast.hardware import EFFICIENCY, HOST, NVLINK_LATENCY_US, UNFUSED, Gpu, Network
 from hf_emopt.tools.forecast.layouts import Layout, Placed, communication_bytes, parameter_of, place
 from hf_emopt.tools.forecast.products import has_kernels
@@ -31,12 +23,7 @@ from hf_emopt.tools.forecast.work import Passes, Work, passes, refresh_seconds, 
 
 @dataclass(frozen=True)
 class Machine:
-    """What the ranks are.
-
-    Attributes:
-        gpu: one a rank.
-        network: between nodes.
-    """
+    """What the ranks are: a GPU each, and the network between nodes."""
 
     gpu: Gpu
     network: Network
@@ -51,8 +38,7 @@ class Machine:
         world = len(ranks)
         if world == 1 or received == 0:
             return 0.0
-        node = {rank // self.gpu.per_node for rank in ranks[:1]}
-        near = sum(rank // self.gpu.per_node in node for rank in ranks)
+        near = sum(rank // self.gpu.per_node == ranks[0] // self.gpu.per_node for rank in ranks)
         far = world - near
         inside = received * (near - 1) / world / (self.gpu.nvlink_gb_s * 1e9 * EFFICIENCY.nvlink)
         outside = received * far / world / (self.network.gb_s * 1e9 * EFFICIENCY.network)
@@ -64,50 +50,34 @@ class Machine:
 class AdamWForecast:
     """Fused AdamW on the same layout; nothing travels. Seconds and bytes of the rank with most."""
 
-    device: float
     host: float
     seconds: float
     state_bytes: float
-
-
-_FEW_BUCKETS = 2
-"""With so few buckets, next to nothing is written to the weights during the products of others."""
 
 
 class Forecast:
     """One optimizer on one layout: seconds of a step on the rank that takes longest.
 
     Attributes:
-        placed: the plans.
-        products: of transforms.
-        passes: of elementwise passes.
-        exchange: of collectives, hidden or not.
+        products, passes: of transforms, and of elementwise passes.
+        exchange, exposed_exchange: of collectives, and of those that no other bucket's work hides.
         compute_group_sums: of all-reduces among ranks that share a matrix, which hide behind nothing.
-        exposed_exchange: of the exchange that no other bucket's work hides.
-        device: of the device, without exchange and writes that overlap hides.
-        host: of Python and launches, at the same time as the device.
+        device, host: of the device, without what overlap hides, and of Python and launches at the same time.
         refresh: that refreshes of factors add to the mean step, with the wait for the rank that has most.
         seconds, largest_seconds: of the mean step from an idle device, and of the longest step in a period.
         received_bytes, sent_bytes: of the rank with most, its own part of an all-to-all counted.
         flops_balance, time_balance, bytes_balance: largest over mean, of operations, of transform times and of bytes.
         matrices, buckets, compute_groups: matrices in the model, buckets, and matrices that several ranks transform together.
-        memory: bytes by rank.
-        adamw: fused AdamW on the same layout.
     """
 
     def __init__(self, optimizer: MatrixOptimizer, machine: Machine, placed: Placed, frozen_bytes: int) -> None:
         self.placed, self._optimizer, self._machine = placed, optimizer, machine
         self._world, self._is_muon = placed.layout.world_size, isinstance(optimizer.rule, MuonRule)
-        self._owned = [
-            bucket_amounts(bucket, self._world, communication_bytes(optimizer, bucket.parameters[0]))
-            for bucket in placed.plan.buckets
-        ]
-        self._copied = [
-            bucket_amounts(bucket, self._world, parameter_of(optimizer, bucket.parameters[0]).dtype.itemsize)
-            for bucket in placed.aux_plan.buckets
-        ]
+        buckets, copies = placed.plan.buckets, placed.aux_plan.buckets
+        self._owned = [bucket_amounts(b, self._world, communication_bytes(optimizer, b.parameters[0])) for b in buckets]
+        widths = [parameter_of(optimizer, b.parameters[0]).dtype.itemsize for b in copies]
+        self._copied = [bucket_amounts(b, self._world, width) for b, width in zip(copies, widths)]
         self._all = self._owned + self._copied
-        buckets = placed.plan.buckets
         self.matrices = sum(u.shape[0] for b in buckets for p in b.parameters for u in p.matrix_views)
         self.buckets = len(buckets)
         self.compute_groups = sum(len({s.parameter for s in b.owned_regions if s.slicings}) for b in buckets)
@@ -147,7 +117,9 @@ class Forecast:
         self.device = busy - self._landing() + self.exposed_exchange
         each = HOST.parameter_ms + (HOST.slice_ms if self.placed.layout.name == "fsdp2+tp" else 0.0)
         before = 1e-3 * each * sum(len(b.parameters) for b in self.placed.plan.buckets)
-        self.host = before + self._host(batches)
+        bucket_ms = HOST.bucket_ms * (1.0 if has_kernels(self._machine.gpu) else UNFUSED)
+        own = len(self.placed.own) * self._adamw_ms
+        self.host = before + 1e-3 * (bucket_ms * len(self._all) + HOST.batch_ms * batches + own)
         self.seconds = max(before + HOST.bucket_ms * 1e-3 + self.device, self.host)
         self.largest_seconds = self.seconds + float(busy_by_step.max()) - busy
 
@@ -186,15 +158,8 @@ class Forecast:
         return refresh_seconds(self._machine.gpu, self._optimizer.rule, group, schedule.sides, schedule.calls)
 
     def _passes(self, b: BucketAmounts) -> Passes:
-        return passes(
-            self._optimizer.rule,
-            self._optimizer.param_groups[b.bucket.group],
-            self._machine.gpu,
-            sharded=self.placed.layout.is_sharded,
-            world_size=self._world,
-            weight=self._optimizer.param_groups[b.bucket.group]["params"][0].dtype.itemsize,
-            width=b.width,
-        )
+        group = self._optimizer.param_groups[b.bucket.group]
+        return passes(self._optimizer.rule, group, self._machine.gpu, self.placed.layout, b.width)
 
     def _elementwise(self) -> Array:
         """Seconds of elementwise passes."""
@@ -216,9 +181,9 @@ class Forecast:
     def _landing(self) -> float:
         """Seconds in which updates of other ranks are written to the weights during products: of all buckets but one.
 
-        They are not counted for rules with factors, whose passes were measured as they are.
+        They are not counted for rules with factors, whose passes were measured as they are, nor where there are few buckets.
         """
-        if len(self._owned) <= _FEW_BUCKETS or not self._is_muon:
+        if len(self._owned) <= 2 or not self._is_muon:
             return 0.0
         each = [self._passes(b).landing * float(b.local.max()) for b in self._owned]
         return sum(each) / self._machine.bandwidth * (1 - 1 / len(self._owned))
@@ -238,12 +203,6 @@ class Forecast:
                 found.append(seconds)
         return found
 
-    def _host(self, batches: int) -> float:
-        """Seconds of Python and launches from the first bucket on."""
-        bucket_ms = HOST.bucket_ms * (1.0 if has_kernels(self._machine.gpu) else UNFUSED)
-        own = len(self.placed.own) * self._adamw_ms
-        return 1e-3 * (bucket_ms * len(self._all) + HOST.batch_ms * batches + own)
-
     @property
     def _adamw_ms(self) -> float:
         return HOST.adamw_sharded_ms if self.placed.layout.is_sharded else HOST.adamw_ms
@@ -253,7 +212,7 @@ class Forecast:
         # Weight, gradient and two moments are read; weight and moments are written.
         device = 7 * float(self.memory.gradients.max()) / self._machine.bandwidth
         host = 1e-3 * sum(len(group["params"]) for group in self._optimizer.param_groups) * self._adamw_ms
-        return AdamWForecast(device, host, device + host, float(self.memory.adamw_state.max()))
+        return AdamWForecast(host, device + host, float(self.memory.adamw_state.max()))
 
 
 def forecast(
@@ -265,13 +224,11 @@ def forecast(
     frozen_bytes: int = 0,
     max_bucket_numel: int | None = None,
 ) -> Forecast:
-    """What a step of this optimizer takes.
+    """What a step of this optimizer takes, whose model is on the meta device or has not been wrapped.
 
     Args:
-        optimizer: of a model on the meta device, or of a real one that has not been wrapped.
-        model: for the layout with tensor parallelism, whose plan it has.
+        model, max_bucket_numel: see :func:`~hf_emopt.tools.forecast.layouts.place`.
         frozen_bytes: of weights that are not trained.
-        max_bucket_numel: of each rank in a bucket, instead of what the optimizer has.
 
     Raises:
         ValueError: when layout and model do not fit, or state is offloaded, whose time is not modelled.

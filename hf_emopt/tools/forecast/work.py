@@ -25,18 +25,13 @@ from hf_emopt.tools.forecast.hardware import (
     UNFUSED,
     Gpu,
 )
+from hf_emopt.tools.forecast.layouts import Layout
 from hf_emopt.tools.forecast.products import has_kernels, newton_schulz_seconds, product_seconds
 
 
 @dataclass(frozen=True)
 class Work:
-    """The work of one batch.
-
-    Attributes:
-        seconds: of products.
-        sums_bytes: in the buffers of all-reduces among a compute group.
-        sums: number of these all-reduces.
-    """
+    """The work of one batch: seconds of products, and bytes and number of the all-reduces among a compute group."""
 
     seconds: float
     sums_bytes: float = 0.0
@@ -48,8 +43,7 @@ class Passes:
     """Bytes that elementwise passes read and write.
 
     Attributes:
-        local: for each element of a matrix that the rank holds.
-        owned: for each element that it transforms.
+        local, owned: for each element of a matrix that the rank holds, and that it transforms.
         checked: for each element of a gradient that is checked for numbers that are not finite.
         landing: the part of ``local`` that writes updates of other ranks to the weights, during products of other buckets.
     """
@@ -60,15 +54,10 @@ class Passes:
     landing: float
 
 
-def passes(
-    rule: MatrixRule, group: Group, gpu: Gpu, *, sharded: bool, world_size: int, weight: int, width: int
-) -> Passes:
-    """Bytes that one step of the fused passes moves.
-
-    Args:
-        weight, width: bytes of a weight (and of its gradient), and of an element that travels between ranks.
-    """
-    travels = world_size > 1
+def passes(rule: MatrixRule, group: Group, gpu: Gpu, layout: Layout, width: int) -> Passes:
+    """Bytes that one step of the fused passes moves; an element that travels between ranks has ``width``."""
+    sharded, travels = layout.is_sharded, layout.world_size > 1
+    weight = group["params"][0].dtype.itemsize  # and of its gradient
     rule_owned, first = _rule_bytes(rule, group, gpu)
     momentum = weight + 8 if rule.momentum_form(group) is not None else weight
     room = width if sharded and travels and first == 2 else 4
@@ -108,8 +97,9 @@ def _rule_bytes(rule: MatrixRule, group: Group, gpu: Gpu) -> tuple[float, int]:
 def transform_work(gpu: Gpu, rule: MatrixRule, group: Group, kind: Kind, count: int) -> Work:
     """One batch of ``count`` matrices of a kind."""
     (m, n), slicing = kind
-    if isinstance(rule, KroneckerRule):
-        return Work(count * _kronecker_seconds(gpu, rule, group, m, n))
+    if isinstance(rule, KroneckerRule):  # in a step without refreshes
+        flops = rule.block_flops(m, n, group, products=3 if rule.name == "soap" else 2, refresh_products=0)
+        return Work(count * (flops / _rate(gpu, group)))
     if not isinstance(rule, MuonRule):
         raise ValueError(f"there is no model of the time of {rule.name}")
     if slicing is None or not slicing.compute_group:
@@ -126,12 +116,6 @@ def transform_work(gpu: Gpu, rule: MatrixRule, group: Group, kind: Kind, count: 
     return Work(seconds, count * cost.bytes, cost.messages)
 
 
-def _kronecker_seconds(gpu: Gpu, rule: KroneckerRule, group: Group, m: int, n: int) -> float:
-    """Products of one matrix in a step without refreshes."""
-    products = 3 if rule.name == "soap" else 2
-    return rule.block_flops(m, n, group, products=products, refresh_products=0) / _rate(gpu, group)
-
-
 def _in_half(gpu: Gpu, group: Group) -> bool:
     """Whether symmetric products of 16 bits are this package's."""
     return bool(group["matmul_precision"] == "fp16") and has_kernels(gpu)
@@ -145,11 +129,7 @@ def _rate(gpu: Gpu, group: Group) -> float:
 
 
 def refresh_seconds(gpu: Gpu, rule: MatrixRule, group: Group, sides: Array, calls: Array) -> Array:
-    """Of a rank's refreshes in a step.
-
-    Args:
-        sides, calls: see :class:`~hf_emopt.tools.forecast.refreshes.Refreshes`.
-    """
+    """Of a rank's refreshes in a step; see :class:`~hf_emopt.tools.forecast.refreshes.Refreshes`."""
     if rule.name == "shampoo" and _in_half(gpu, group):
         given = group["relative_epsilon"]
         side = HALF_SIDE if given is not None and given >= SINGLE_EPSILON else SPLIT_SIDE

@@ -16,7 +16,7 @@ from hf_emopt.tools.report.run_log import RunLog, read_log
 MOST_COLUMNS = 800
 """Steps that the heat map shows; of more, every second, third, and so on. It has fewer pixels."""
 
-_SECTION = """<!doctype html>
+_PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
 <meta http-equiv="Content-Security-Policy"
  content="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'">
@@ -52,7 +52,7 @@ def build_page(log: RunLog) -> str:
     here = files("hf_emopt.tools.report")
     # "</script>" inside of a string would end the element.
     data = json.dumps(_content(log), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-    return _SECTION.format(
+    return _PAGE.format(
         title=html.escape(f"{_run_name(log)}: hf-emopt report"),
         style=(here / "report.css").read_text(encoding="utf-8"),
         data=data,
@@ -104,14 +104,10 @@ def _charts(log: RunLog) -> list[dict[str, Any]]:
 
 def _merged(series: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Lines that would hide one another as one line."""
-    merged: list[dict[str, Any]] = []
+    names: dict[tuple[tuple[float, ...], ...], list[str]] = {}
     for one in series:
-        same = next((other for other in merged if other["points"] == one["points"]), None)
-        if same is None:
-            merged.append(one)
-        else:
-            same["name"] += f", {one['name']}"
-    return merged
+        names.setdefault(tuple(map(tuple, one["points"])), []).append(one["name"])
+    return [{"name": ", ".join(same), "points": points} for points, same in names.items()]
 
 
 def _rules(log: RunLog) -> dict[str, dict[str, list[list[float]]]]:
@@ -123,7 +119,6 @@ def _rules(log: RunLog) -> dict[str, dict[str, list[list[float]]]]:
 
 def _heat(log: RunLog) -> dict[str, Any]:
     """For each quantity a row of numbers for each layer that has it; ``null`` where there is none."""
-    layers = log.layers()
     entries = [(step, values) for step, values in log.entries if any(name.startswith(LAYERS) for name in values)]
     stride = max(1, math.ceil(len(entries) / MOST_COLUMNS))
     shown = entries[::stride]
@@ -131,7 +126,7 @@ def _heat(log: RunLog) -> dict[str, Any]:
     for quantity in QUANTITIES:
         rows = {
             layer: [_short(values.get(f"{LAYERS}{layer}/{quantity}")) for _, values in shown]
-            for layer, quantities in layers.items()
+            for layer, quantities in log.layers().items()
             if quantity in quantities
         }
         if rows:
@@ -142,11 +137,9 @@ def _heat(log: RunLog) -> dict[str, Any]:
 def _events(log: RunLog) -> list[dict[str, Any]]:
     """Log entries since whose predecessor a step was skipped or a refresh failed."""
     events = []
-    counters = {"skipped_steps": "step skipped: a gradient was not finite"}
-    counters |= {f"{PREFIX}skipped_steps": counters["skipped_steps"]}
-    counters |= {
-        f"{PREFIX}{rule}/failures": f"refresh of {rule} failed: it keeps its preconditioner" for rule in log.rules()
-    }
+    counters = dict.fromkeys(("skipped_steps", f"{PREFIX}skipped_steps"), "step skipped: a gradient was not finite")
+    for rule in log.rules():
+        counters[f"{PREFIX}{rule}/failures"] = f"refresh of {rule} failed: it keeps its preconditioner"
     before = dict.fromkeys(counters, 0.0)
     previous = 0
     for step, values in log.entries:

@@ -14,7 +14,6 @@ from hf_emopt.optimizers.diagnostics import LAYERS, PREFIX
 
 STATE = "trainer_state.json"
 _STEPS = ("step", "train/global_step", "global_step", "_step")
-_PREFIXES = ("train/", "eval/")
 _TURN_ON = (
     'train with Trainer(callbacks=[hf_emopt.EmoptCallback("layers")]), or set EMOPT_DIAGNOSTICS=layers in the environment of '
     "an unchanged script"
@@ -27,12 +26,7 @@ class RunLogError(ValueError):
 
 @dataclass(frozen=True)
 class RunLog:
-    """Entries of a log in the order of steps.
-
-    Attributes:
-        source: file that they are from.
-        entries: each with its step and the numbers logged there, by name.
-    """
+    """Entries of a log in the order of steps, each with the numbers logged there by name, and the file they are from."""
 
     source: Path
     entries: tuple[tuple[int, Mapping[str, float]], ...]
@@ -112,9 +106,10 @@ def _in_folder(folder: Path) -> Path:
     """The log of an output folder: its own, else that of its last checkpoint, else its only file of JSON lines."""
     if (folder / STATE).is_file():
         return folder / STATE
-    states = [path for path in folder.glob(f"checkpoint-*/{STATE}") if path.parent.name.rpartition("-")[2].isdigit()]
+    numbered = [(path.parent.name.rpartition("-")[2], path) for path in folder.glob(f"checkpoint-*/{STATE}")]
+    states = {int(number): path for number, path in numbered if number.isdigit()}
     if states:
-        return max(states, key=lambda path: int(path.parent.name.rpartition("-")[2]))
+        return states[max(states)]
     lines = sorted(folder.glob("*.jsonl"))
     if len(lines) == 1:
         return lines[0]
@@ -152,13 +147,7 @@ def _entry(row: Mapping[str, Any], number: int) -> tuple[int, dict[str, float]]:
     values = {}
     for key, value in row.items():
         if isinstance(value, (int, float)) and not isinstance(value, bool) and key not in _STEPS:
-            values[_bare(str(key))] = float(value)
+            # Reporters put "train/" before the names that Trainer logs, and write "eval_loss" as "eval/loss".
+            name = str(key).removeprefix("train/")
+            values[re.sub("^eval/", "eval_", name) if name == key else name] = float(value)
     return int(step), values
-
-
-def _bare(key: str) -> str:
-    """The name that Trainer logged: reporters put ``train/`` before it, and write ``eval_loss`` as ``eval/loss``."""
-    for prefix in _PREFIXES:
-        if key.startswith(prefix):
-            return key.removeprefix(prefix) if prefix == "train/" else "eval_" + key.removeprefix(prefix)
-    return key
