@@ -1,7 +1,6 @@
 """What transforms cost: operations, bytes, messages, and seconds on the machine for which choices are made.
 
-Rules, the planner, tensor parallelism and the forecast count with these values. Products are counted as general ones,
-also where kernels compute half of a symmetric result.
+Products are counted as general ones, also where kernels compute half of a symmetric result.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ FLOPS_PER_SECOND = 600e12
 BYTES_PER_SECOND = 300e9
 SECONDS_PER_MESSAGE = 2e-5
 
-# An element of an s x s exchange has to save this many operations: at the rates above, an element is two bytes, of which
-# half travel and travel twice, worth about 4,000.
+# An element of an s x s exchange has to save this many operations: its two bytes are worth about 4,000 at the rates above.
 _EXCHANGE_FLOPS = 4096
 
 
@@ -32,7 +30,6 @@ class Cost:
     """What one rank does in a step.
 
     Attributes:
-        flops: operations.
         bytes: received from other ranks.
         messages: collectives; a fraction where several parameters take part in one.
     """
