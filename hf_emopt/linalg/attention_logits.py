@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_BLOCK_NUMEL = 2**24
-"""Logits that are held at once, at most: 64 MiB of float32."""
+_BLOCK_NUMEL = 2**24  # 64 MiB of float32
 
 
 @dataclass(frozen=True)

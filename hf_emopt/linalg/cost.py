@@ -27,12 +27,8 @@ _EXCHANGE_FLOPS = 4096
 
 @dataclass(frozen=True)
 class Cost:
-    """What one rank does in a step.
-
-    Attributes:
-        bytes: received from other ranks.
-        messages: collectives; a fraction where several parameters take part in one.
-    """
+    """What one rank does in a step: operations, bytes received from other ranks, and collectives (a fraction of one where
+    several parameters take part in it)."""
 
     flops: float
     bytes: float
@@ -75,7 +71,7 @@ class ShardedCost:
 def cheapest_form(short: int, long: int, parts: int) -> tuple[Form, int]:
     """How a step of the sharded iteration is done, and its operations on the rank with the longest slice.
 
-    The answer depends on whole shapes only. With ``l`` columns on the rank, the Gram matrix is ``2 s^2 l`` in each of
+    With ``l`` columns on the rank, the Gram matrix is ``2 s^2 l`` in each of
 
     * ``"polynomial"``: ``b A + c A A`` on every rank and one product: ``2 s^3 + 2 s^2 l``;
     * ``"gram_twice"``: ``(b X + c A X)`` and ``A`` times that: ``4 s^2 l``, which falls with ``l`` alone;

@@ -181,8 +181,7 @@ def gram_iterate(
 def gram_polynomial(
     r: Tensor, steps: Sequence[Triple], scale: float, backend: Backend = "auto", out: Tensor | None = None
 ) -> Tensor:
-    """``Q`` after ``steps`` for ``R / scale``: ``P = a I + b R + c R R``, ``Q <- Q P``, ``R <- P (R P)``. Into ``out`` where
-    given, but for a single linear step."""
+    """``Q`` after ``steps`` for ``R / scale``, in ``out`` where given, but for a single linear step."""
     q: Tensor | None = None
     for number, (a, b, c) in enumerate(steps):
         into = out if number == len(steps) - 1 else None
@@ -208,12 +207,8 @@ def iterate(
     dtype: torch.dtype,
     backend: Backend = "auto",
 ) -> Tensor:
-    """Normalizes and orthogonalizes: the Gram form with ``restarts``, or the standard form for ``None``.
-
-    Args:
-        x: ``(m, n)`` or ``(B, m, n)``, any floating dtype.
-        dtype: of products and result.
-    """
+    """Normalizes and orthogonalizes ``(m, n)`` or ``(B, m, n)`` of any floating dtype: the Gram form with ``restarts``, or
+    the standard form for ``None``. Products and result have ``dtype``."""
     if not is_plain(x):
         flat = [number for step in steps for number in step]
         places = None if restarts is None else list(restarts)
@@ -236,8 +231,6 @@ _SMALL_BATCH, _SMALL_SIDE = 16, 64
 
 
 class _Settings(NamedTuple):
-    """The arguments of :func:`iterate` but the matrix."""
-
     steps: tuple[Triple, ...]
     restarts: tuple[int, ...] | None
     safety_factor: float
@@ -287,7 +280,7 @@ class _Form:
         return self.work(self._normalize(x, torch.empty_like(self.like, device=x.device)), out)
 
     def _normalize(self, x: Tensor, out: Tensor) -> Tensor:
-        factor = start_factor(self.settings.dtype, self.settings.safety_factor)
+        factor = start_factor(out.dtype, self.settings.safety_factor)
         return normalize_cast(x, out.dtype, factor, out=out, backend=self.settings.backend)
 
     def _by_one_program(self, x: Tensor) -> Tensor:

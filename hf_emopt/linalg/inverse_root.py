@@ -83,8 +83,7 @@ def inverse_root(
             but for sides of 2048 on a GPU), 1e-5 (those, bf16x3) or 1e-3 (tf32); it also sets the number of steps.
         solver: ``eigh``; or ``coupled_newton``, the coupled inverse Newton iteration (Guo and Higham 2006; Higham, Functions
             of Matrices, 7.18) with steps scaled to the spectrum's bounds.
-        precision: of the products in coupled Newton, see :mod:`hf_emopt.linalg.matmul_precision`; ``eigh`` always computes
-            exactly.
+        precision: of the products in coupled Newton, see :mod:`hf_emopt.linalg.matmul_precision`; ``eigh`` is exact.
         tolerance: an iteration has converged when ``|M - I|_F^2`` before its last step, which squares the error, is at most
             this. ``None``, and the least there is: 16 unit roundoffs of ``precision`` (1e-6 in float32).
         max_iterations: at most this many steps, and no more than the least eigenvalue that ``e`` leaves can need.

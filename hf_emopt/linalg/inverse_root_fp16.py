@@ -20,12 +20,10 @@ from hf_emopt.linalg.inverse_root_schedule import Polynomial, finishes, power_de
 from hf_emopt.linalg.split_products import Parts, joined, split, split_product
 from hf_emopt.linalg.symmetric_products import kernels_pay, symmul
 
+# The smallest share of the largest eigenvalue that factors of 11 bits are right for.
 SINGLE_EPSILON = 1e-3
-"""The smallest share of the largest eigenvalue that factors of 11 bits are right for."""
-
+# Of split factors: 22 bits each, and last steps that are not split.
 SPLIT_ROUNDOFF = 2.0**-18
-"""Of split factors: 22 bits each, and last steps that are not split."""
-
 # X is held so that its largest eigenvalue is below 2 to this, which leaves the sums of float16 numbers far from their range.
 _LARGEST_ROOT = 8
 

@@ -50,11 +50,9 @@ class LadderResult(Generic[ResultT]):
     """Result of :func:`with_ladder`.
 
     Attributes:
-        value: what the function returns, for all blocks. Failed blocks hold what the first attempt returned for them, or
-            NaN (zero in integer tensors) where it raised: keep the previous root or basis for these.
-        failed: ``(N,)`` bool, on the device of the input.
-        failed_blocks: the same as indices on the host.
-        report: counts.
+        value: the function's result for all blocks. Failed blocks hold that of the first attempt, or NaN (zero in integer
+            tensors) where it raised: keep the previous root or basis for these.
+        failed: ``(N,)`` bool, on the device of the input; ``failed_blocks`` has the same as indices on the host.
     """
 
     value: ResultT

@@ -261,7 +261,7 @@ def normalize_cast(
     Args:
         x: ``(m, n)`` or ``(B, m, n)``, float32, bfloat16 or float16 (others through torch).
         dtype: of the result, which is contiguous unless ``x`` is the transpose of a contiguous tensor.
-        out: where the result goes, with the strides that it would have.
+        out: takes the result, with the strides that it would have.
     """
     if x.ndim not in (2, 3):
         raise ValueError(f"normalize_cast needs (m, n) or (B, m, n), got {tuple(x.shape)}")
@@ -303,7 +303,7 @@ def _normalize_cast_into(x: Tensor, factor: float, out: Tensor, backend: Backend
     return given
 
 
-# Operators, for torch.compile and for tensor subclasses, which then meet a rule of theirs or an error of torch's
+# Operators for torch.compile and for tensor subclasses
 
 
 @torch.library.custom_op("hf_emopt::symmul", mutates_args=())

@@ -180,14 +180,8 @@ def programs_of(size: int, batch: int, device: torch.device) -> int:
 
 
 def scaled_half(x: Tensor, least: float, largest: float, peak: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """``X / s`` and ``s`` of every matrix, as :func:`hf_emopt.linalg.matmul_precision.scaled_half` says.
-
-    Args:
-        x: ``(N, m, n)`` or ``(N, count, m, n)``, which :func:`takes`.
-
-    Returns:
-        ``(N * count, m, n)`` float16 and ``(N * count,)`` float32.
-    """
+    """``X / s`` and ``s`` of every matrix, as :func:`hf_emopt.linalg.matmul_precision.scaled_half` says: for ``(N, m, n)`` or
+    ``(N, count, m, n)``, which :func:`takes`, ``(N * count, m, n)`` float16 and ``(N * count,)`` float32."""
     x = x if x.ndim == 4 else x[:, None]
     outer, count, rows, cols = x.shape
     batch, size = outer * count, rows * cols
@@ -206,10 +200,7 @@ def scaled_half(x: Tensor, least: float, largest: float, peak: Tensor | None = N
 
 def factors(e: Tensor, lift: float, slope: float, active: Tensor | None) -> tuple[Tensor, Tensor]:
     """``lift I + slope E``, zero where not ``active``, and ``I + E`` in float16 of ``(N, d, d)`` contiguous float32.
-
-    Args:
-        active: ``(N,)`` bool; ``None`` where all are, and then ``lift`` is zero.
-    """
+    ``active`` is ``(N,)`` bool, or ``None`` where all are, and then ``lift`` is zero."""
     batch, d = e.shape[:2]
     first, second = (torch.empty(e.shape, dtype=torch.float16, device=e.device) for _ in range(2))
     programs = programs_of(d * d, batch, e.device)
@@ -219,13 +210,8 @@ def factors(e: Tensor, lift: float, slope: float, active: Tensor | None) -> tupl
 
 
 def times(x: Tensor, scale: Tensor, out: Tensor) -> Tensor:
-    """``out = s X`` of every matrix.
-
-    Args:
-        x: ``(N * count, m, n)``, contiguous float32.
-        scale: ``(N * count,)`` float32.
-        out: ``(N, count, m, n)`` float32, which :func:`takes`; may be ``x``.
-    """
+    """``out = s X`` of every matrix: ``(N * count, m, n)`` contiguous and ``(N * count,)`` into ``(N, count, m, n)``, which
+    :func:`takes`, all float32. ``out`` may be ``x``."""
     count, rows, cols = out.shape[1:]
     batch, size = x.shape[0], rows * cols
     flat = rows == 1 or out.stride(2) == cols

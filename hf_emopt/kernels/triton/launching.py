@@ -81,14 +81,8 @@ def specialization(tensors: Sequence[Tensor], integers: Sequence[int]) -> Hashab
 def launch(
     kernel: Any, key: Hashable, grid: int, arguments: tuple[Any, ...], options: dict[str, Any], device: torch.device
 ) -> None:
-    """``kernel[(grid,)](*arguments)``, compiled where ``key`` is new.
-
-    Args:
-        key: must differ wherever Triton would compile another binary, devices included.
-        arguments: every parameter of the kernel in order, constants too.
-        options: ``num_warps`` and its like.
-        device: of all tensors; need not be the current one.
-    """
+    """``kernel[(grid,)](*arguments)``, constants too, compiled where ``key`` is new. The key must differ wherever Triton
+    would compile another binary, devices included. ``device`` need not be the current one."""
     compiled = _COMPILED.get(key)
     with on(device):
         if compiled is not None:

@@ -192,12 +192,8 @@ def split_product(
     trans: tuple[bool, bool] = (False, False),
     symmetric: bool = True,
 ) -> tuple[Tensor | None, Parts | None]:
-    """See :func:`hf_emopt.linalg.split_products.split_product`; of matrices which :func:`takes`.
-
-    Args:
-        trans: whether the tensors hold the transpose of A, and B itself instead of its transpose.
-        symmetric: one triangle of the product is computed, and mirrored.
-    """
+    """See :func:`hf_emopt.linalg.split_products.split_product`; of matrices which :func:`takes`. ``trans``: whether the
+    tensors hold the transpose of A, and B itself instead of its transpose."""
     side, block_k = (32, 32) if interpreting() else (_SIDE, _BLOCK_K)
     like = a[0]
     batch, d = like.shape[:2]
