@@ -41,32 +41,32 @@ def describable(x: Tensor) -> bool:
     )
 
 
-class _Address(NamedTuple):
+class _Address:
     """The address and dtype of a tensor, for a descriptor that does not keep its memory alive."""
 
-    address: int
-    dtype: torch.dtype
+    def __init__(self, address: int, dtype: torch.dtype) -> None:
+        self.address, self.dtype = address, dtype
 
     def data_ptr(self) -> int:
         return self.address
 
 
-@functools.lru_cache(maxsize=4096)
-def _described(
-    base: _Address | Tensor, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...]
-) -> Any:
+def _described(base: _Address | Tensor, *layout: tuple[int, ...]) -> Any:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    return TensorDescriptor(base, list(shape), list(strides), list(block))
+    return TensorDescriptor(base, *map(list, layout))
+
+
+@functools.lru_cache(maxsize=4096)
+def _kept(address: int, dtype: torch.dtype, *layout: tuple[int, ...]) -> Any:
+    return _described(_Address(address, dtype), *layout)
 
 
 def descriptor(x: Tensor, rows: int, cols: int) -> Any:
     """A descriptor of blocks ``(1, rows, cols)`` of ``(B, m, n)``."""
     batch_stride = x.stride(0) if x.shape[0] > 1 else x.shape[1] * x.stride(1)
     layout = (tuple(x.shape), (batch_stride, x.stride(1), 1), (1, rows, cols))
-    if interpreting():
-        return _described.__wrapped__(x, *layout)
-    return _described(_Address(x.data_ptr(), x.dtype), *layout)
+    return _described(x, *layout) if interpreting() else _kept(x.data_ptr(), x.dtype, *layout)
 
 
 def specialization(tensors: Sequence[Tensor], integers: Sequence[int]) -> Hashable:
