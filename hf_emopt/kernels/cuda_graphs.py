@@ -1,24 +1,17 @@
-"""Small orthogonalizations, roots and bases as CUDA graphs.
+"""Small orthogonalizations, roots and bases as CUDA graphs, whose kernels a host launches more slowly than a GPU runs them.
 
-A matrix of some million elements is orthogonalized in less time than a host needs to launch twenty kernels. The second
-call with the same shape records everything between normalization and the last product (of the smallest ones normalization
-too, on a copy of the input), and later calls replay it: one launch (0.61 to 0.34 ms for 2048 x 2048 on a slow host with an
-H100). The input is read and the result is written where the caller's tensors are. Roots and bases are some hundred launches
-for a few sides, which take a host as long as a GPU. :func:`replayed` records them, and copies their inputs and results: 64 to
-47 ms of a Shampoo step of 1.1 B on four H200 under FSDP2.
-
-The graphs of a stream run one after another, so they share their memory, a *room*: a pool for intermediate results, and a
-buffer for inputs and outputs. Orthogonalizations have one, roots and bases another. Two threads must not use one stream.
-
-Nothing is recorded of problems above ``_MAX_ELEMENTS``, while somebody else records (then the kernels become part of that
-graph), with ``HF_EMOPT_DISABLE_CUDA_GRAPHS=1``, or once a recording has failed.
+The second call with the same shape records the work, and later calls replay it: one launch. :func:`recorded` reads the input
+and gives the result where they are; :func:`replayed` copies both. The graphs of a stream run one after another, so they share
+their memory, a *room*: a pool for intermediate results, and a buffer for inputs and outputs. Orthogonalizations have one,
+roots and bases another. Two threads must not use one stream. Nothing is recorded while somebody else records (then the
+kernels become part of that graph), with ``HF_EMOPT_DISABLE_CUDA_GRAPHS=1``, or once a recording has failed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,9 +27,8 @@ _MAX_ELEMENTS = 5 * 2**26
 _MAX_RECORDED = 512
 # Of the first input of a part of replayed(): eight sides of 2048, with which roots and bases take some 2 GiB.
 _MAX_REPLAYED_ELEMENTS = 8 * 2**22
-# Sizes of parts times sides, with room to spare: graphs share their memory, and one costs little more than its nodes.
 _MAX_REPLAYED = 256
-# What recording makes on the way, as a multiple of the first input: free memory below that is looked for before.
+# Memory that a recording takes, as a multiple of the first input.
 _NEEDED = 16
 _ALIGNMENT = 256
 
@@ -49,13 +41,6 @@ Place = tuple[torch.device, int]
 class _Recording:
     graph: torch.cuda.CUDAGraph
     sources: list[Tensor]
-    result: Pair
-
-
-@dataclass
-class _Replay:
-    graph: torch.cuda.CUDAGraph
-    sources: list[Tensor]
     results: list[Tensor]
 
 
@@ -64,8 +49,8 @@ class _Room:
 
     def __init__(self, place: Place, size: int = 0) -> None:
         self.device, self.pool = place[0], torch.cuda.graph_pool_handle()
-        # One for all: memory that one recording gives back to the pool is found again on its own stream only. And none of
-        # another room: cuBLAS keeps a workspace for each stream, in the pool of the first graph that is recorded there.
+        # One for all, since memory that a recording gives back to the pool is found again on its own stream only. And none of
+        # another room, since cuBLAS keeps a workspace for each stream, in the pool of the first graph recorded there.
         self.stream = _unused_stream(place[0])
         self.buffer = self._bytes(size)
 
@@ -74,8 +59,8 @@ class _Room:
             return torch.empty(size, dtype=torch.uint8, device=self.device)
 
     def grow(self, size: int, most: int) -> None:
-        """Makes the buffer at least ``size`` bytes large. Graphs that were recorded on a smaller one keep that; by doubling,
-        all of them are no more than this one, but none is larger than ``most`` or the ``size`` asked for."""
+        """Makes the buffer at least ``size`` bytes large. Graphs keep the smaller one they were recorded on; by doubling,
+        all of those are no more than this one, but none is larger than ``most`` or the ``size`` asked for."""
         if self.buffer.numel() < size:
             self.buffer = self._bytes(max(size, min(1 << size.bit_length(), most)))
 
@@ -103,11 +88,10 @@ def _room_of(x: Tensor) -> int:
     return -(-x.numel() * x.element_size() // _ALIGNMENT) * _ALIGNMENT
 
 
-# Before the second call the shapes of sources and result.
+# Before the second call: sources and results of recorded(), and results of replayed(), without memory.
 _recordings: dict[Hashable, _Recording | list[Tensor]] = {}
 _recorded_in: dict[Place, _Room] = {}
-# Before the second call the shapes of the results.
-_replays: dict[Hashable, _Replay | list[Tensor]] = {}
+_replays: dict[Hashable, _Recording | list[Tensor]] = {}
 _rooms: dict[Place, _Room] = {}
 # Graphs whose recording failed. The allocator refers to them still.
 _broken: list[torch.cuda.CUDAGraph] = []
@@ -115,10 +99,12 @@ _broken: list[torch.cuda.CUDAGraph] = []
 
 def clear() -> None:
     """Forgets all graphs and frees their memory."""
-    _recordings.clear()
-    _recorded_in.clear()
-    _replays.clear()
-    _rooms.clear()
+    for known in (_recordings, _recorded_in, _replays, _rooms):
+        known.clear()  # type: ignore[attr-defined]
+
+
+def _without_memory(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return [torch.empty_like(x, device="meta") for x in tensors]
 
 
 def usable(batch: int, m: int, n: int, device: torch.device) -> bool:
@@ -133,11 +119,7 @@ def _can_record(device: torch.device) -> bool:
 
 
 def recorded(
-    key: Hashable,
-    likes: Sequence[Tensor],
-    device: torch.device,
-    fill: Callable[..., object],
-    work: Callable[..., Pair],
+    key: Hashable, likes: Sequence[Tensor], device: torch.device, fill: Callable[..., object], work: Callable[..., Pair]
 ) -> Pair:
     """``work(*sources)`` after ``fill(*sources)``, the work replayed from its second call on.
 
@@ -145,8 +127,8 @@ def recorded(
         key: everything that the work depends on but the numbers in its input.
         likes: have shapes, strides and dtypes of the sources; need no memory.
         fill: writes the input into the tensors that it is given.
-        work: launches on the current stream alone and allocates nothing that outlives it but its result. That is overwritten
-            by the next call on this stream. What it makes last it may write into ``out``, a pair like its result.
+        work: launches on the current stream alone and allocates nothing that outlives it but its result, which the next call
+            on this stream overwrites. It may write that into ``out``, a pair like its result.
     """
     place = device, current_stream(device)
     full_key = (key, *place)
@@ -157,7 +139,7 @@ def recorded(
     if isinstance(known, _Recording):
         fill(*known.sources)
         known.graph.replay()
-        return known.result
+        return known.results[0], known.results[1]
     # Compiles what has to be, and shows the libraries the shapes.
     sources = [torch.empty_like(like, device=device) for like in likes]
     fill(*sources)
@@ -167,7 +149,7 @@ def recorded(
             # All of them, with their rooms: a pool is no more when its last graph has gone.
             _recordings.clear()
             _recorded_in.clear()
-        _recordings[full_key] = [torch.empty_like(x, device="meta") for x in (*sources, *result)]
+        _recordings[full_key] = _without_memory((*sources, *result))
     return result
 
 
@@ -189,7 +171,7 @@ def _record(full_key: Hashable, likes: list[Tensor], work: Callable[..., Pair], 
     graph = _capture(room, run, sources[0])
     if graph is None:
         return None
-    recording = _recordings[full_key] = _Recording(graph, sources, (result[0], result[1]))
+    recording = _recordings[full_key] = _Recording(graph, sources, result)
     return recording
 
 
@@ -198,21 +180,17 @@ def _make_room(place: Place) -> None:
     sizes = []
     for key, known in _recordings.items():
         if key[1:] == place:  # type: ignore[index]
-            tensors = known if isinstance(known, list) else [*known.sources, *known.result]
-            _recordings[key] = [torch.empty_like(x, device="meta") for x in tensors]
-            sizes.append(sum(map(_room_of, tensors)))
+            likes = _without_memory(known if isinstance(known, list) else (*known.sources, *known.results))
+            _recordings[key] = likes
+            sizes.append(sum(map(_room_of, likes)))
     _recorded_in.pop(place, None)  # whose pool is no more, since its graphs are gone
     _recorded_in[place] = _Room(place, max(sizes))
 
 
 def _capture(room: _Room, run: Callable[[], None], first: Tensor) -> torch.cuda.CUDAGraph | None:
-    """A graph of what ``run`` launches; ``None``, and a warning, where a library does not allow it.
+    """A graph of the kernels that ``run`` launches; ``None``, and a warning, where a library does not allow it.
 
-    All memory but the buffer's goes back to the pool, where the next recording finds it: the graphs of a room run one after
-    another, and what one gives has been read before the next begins.
-
-    Args:
-        first: the first tensor that is read.
+    All memory but the buffer's goes back to the pool, where the next recording finds it. ``first`` is the first tensor read.
     """
     device = room.device
     room.stream.wait_stream(torch.cuda.current_stream(device))  # first, since graphs of its pool may be running
@@ -248,24 +226,17 @@ def _capture(room: _Room, run: Callable[[], None], first: Tensor) -> torch.cuda.
     return graph
 
 
-# ------------------------------------------------------------------ with copies
-
-
 def replayed(key: Hashable, inputs: Sequence[Tensor], work: Callable[..., tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
     """``work(*inputs)``, replayed from its second call on.
 
-    Large batches are worked on in parts of one size, or of two that differ by one: a graph then is long enough for the host
-    to be ahead of the device, there are fewer kinds of them, and their intermediate results take no more memory than those of
-    a part.
+    Large batches are worked on in parts of one size, or of two that differ by one, so that intermediate results take no more
+    memory than those of a part. Where nothing can be recorded, or a single member is too large, the result is the work's own.
 
     Args:
         key: everything that the work depends on but its input.
         inputs: batches of one device and one size; shapes and dtypes are part of the key.
         work: as for :func:`recorded`; it reads nothing else that may change, and returns no view of an input. The results
             for one member of the batch depend on no other.
-
-    Returns:
-        Tensors of the caller's own. Where nothing can be recorded, or a single member is too large, those of the work itself.
     """
     device, size = inputs[0].device, inputs[0].shape[0]
     most = _MAX_REPLAYED_ELEMENTS * size // max(1, inputs[0].numel())
@@ -286,10 +257,9 @@ def _replayed(
     if full_key not in _replays:
         made = work(*inputs)  # compiles what has to be
         if len(_replays) >= _MAX_REPLAYED:
-            # All of them, with their rooms: a pool is no more when its last graph has gone.
             _replays.clear()
             _rooms.clear()
-        _replays[full_key] = [torch.empty_like(x, device="meta") for x in made]
+        _replays[full_key] = _without_memory(made)
         return made
     known = _replays[full_key]
     if isinstance(known, list):
@@ -307,8 +277,7 @@ def _replayed(
 
 def _record_shared(
     inputs: list[Tensor], likes: list[Tensor], work: Callable[..., tuple[Tensor, ...]], room: _Room
-) -> _Replay | None:
-    """Records the work on parts of the room's buffer, which is as large as that of the largest part where it can be."""
+) -> _Recording | None:
     size = sum(map(_room_of, [*inputs, *likes]))
     room.grow(size, size * _MAX_REPLAYED_ELEMENTS // max(1, inputs[0].numel()))
     carved = room.carve([*(torch.empty(x.shape, dtype=x.dtype, device="meta") for x in inputs), *likes])
@@ -319,4 +288,4 @@ def _record_shared(
             result.copy_(value)
 
     graph = _capture(room, run, inputs[0])
-    return None if graph is None else _Replay(graph, sources, results)
+    return None if graph is None else _Recording(graph, sources, results)

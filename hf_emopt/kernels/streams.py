@@ -16,14 +16,11 @@ _HELD = 2
 class SideStreams:
     """Streams for work that nothing else needs until :meth:`wait` or :meth:`join`.
 
-    Small factorizations, and passes that wait for memory or for other ranks, leave most of a GPU free for the products of the
-    next matrices. Until :meth:`wait`, nobody may touch the tensors that the work reads and writes. The result is then that of
-    one stream.
+    Until :meth:`wait`, nobody may touch the tensors that the work reads and writes. The result is then that of one stream.
 
     Args:
         name: the kind of work. Streams of one name are shared by all optimizers of a process, because CUDA graphs are kept by
             stream. Another kind of work has another name, so that it does not queue behind this one.
-        count: number of streams of that name.
     """
 
     def __init__(self, name: str, count: int = 1) -> None:
@@ -69,13 +66,9 @@ class SideStreams:
         """Queues the work inside on the first stream, which must be open. It does not wait for what the current stream has
         queued since then.
 
-        The tensors that the work reads are kept until two more such works are queued. The current stream then waits for this
-        one and the tensors are freed. So memory is used again in the same order in every step, however far the device has
-        come. (Memory that was recorded on a stream comes back when that stream has come so far: buffers would change their
-        addresses from step to step, and the addresses would be sent again.)
-
-        Args:
-            reads: tensors of the current stream's memory, or of the side stream's.
+        The tensors that the work reads, of the current stream's memory or the side stream's, are kept until two more such
+        works are queued. The current stream then waits for this one and the tensors are freed. So memory is used again in the
+        same order in every step. (With memory recorded on a stream, buffers would change their addresses from step to step.)
         """
         stream, done = self.stream(device), torch.cuda.Event()
         with torch.cuda.stream(stream):
@@ -92,7 +85,7 @@ class SideStreams:
             torch.cuda.current_stream(stream.device).wait_stream(stream)
 
     def join(self) -> None:
-        """Does what :meth:`wait` does, and closes the streams."""
+        """Waits, and closes the streams."""
         self.wait()
         self._open.clear()
         self._held.clear()

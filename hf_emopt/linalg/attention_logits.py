@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-_BLOCK_NUMEL = 2**24
-"""Logits that are held at once, at most: 64 MiB of float32."""
+_BLOCK_NUMEL = 2**24  # 64 MiB of float32
 
 
 @dataclass(frozen=True)
@@ -17,16 +17,15 @@ class Visible:
     """Which keys each query sees; a field at its default hides nothing.
 
     Attributes:
-        mask: ``(B or 1, H or 1, Q, K)``: bool, true where a key is seen; or floating and added to the logits, where what is
-            at most half of the dtype's least number hides a key. What else it adds is not the query's and key's doing and
-            does not count.
+        mask: ``(B or 1, H or 1, Q, K)``: bool, true where a key is seen; or floating and added to the logits, where a number
+            of at most half of the dtype's least hides a key. Other numbers do not count.
         queries, keys: ``(B, Q)`` and ``(B, K)`` bool, false for padding.
         causal: key ``j`` is seen by query ``i`` if ``j <= i + offset``.
         offset: position of the first query among the keys.
         window: ``(left, right)``: key ``j`` is seen by query ``i`` if ``-left <= j - i - offset <= right``; under ``causal``
             the right side does not count.
         query_segments, key_segments: ``(B or 1, Q)`` and ``(B or 1, K)`` numbers of packed sequences: only equal ones see
-            each other. Causality and window count positions in the packed row, which within a sequence is the same.
+            each other. Causality and window count positions in the packed row.
         function: ``(batch, head, query, key) -> bool`` on index tensors, as FlexAttention's ``mask_mod``.
     """
 
@@ -73,10 +72,7 @@ class Visible:
             b = torch.arange(batch, device=device)[:, None, None, None]
             h = torch.arange(heads, device=device)[None, :, None, None]
             seen.append(self.function(b, h, i[None, None], j[None, None]))
-        result = None
-        for part in seen:
-            result = part if result is None else result & part
-        return result
+        return functools.reduce(torch.bitwise_and, seen) if seen else None
 
 
 @torch.no_grad()
@@ -88,8 +84,7 @@ def max_logit(query: Tensor, key: Tensor, scaling: float, visible: Visible, bloc
     Args:
         query: ``(B, H, Q, D)``, after rotary embedding and norms.
         key: ``(B, H_kv, K, D)`` with ``H`` a multiple of ``H_kv``: query heads ``g * H / H_kv`` and on share key head ``g``.
-        scaling: what the product is multiplied by, not negative.
-        visible: which keys count.
+        scaling: not negative.
         block_numel: logits that are held at once, at most; at least one row of queries is.
 
     Returns:
@@ -134,13 +129,8 @@ def _products(query: Tensor, key: Tensor, dtype: torch.dtype) -> Tensor:
 def logit_bound(query: Tensor, key: Tensor, scaling: float) -> Tensor:
     """``scaling * max_b (max_i |q_i| max_j |k_j|)``, which no logit of a head exceeds (Cauchy-Schwarz).
 
-    Costs one pass over query and key. Masks are not read, so padding counts too.
-
-    Args:
-        query, key, scaling: as for :func:`max_logit`.
-
-    Returns:
-        ``(H,)``, not negative.
+    Costs one pass over query and key. Masks are not read, so padding counts too. Arguments as for :func:`max_logit`; the
+    result is ``(H,)``, not negative.
     """
     dtype = torch.promote_types(query.dtype, torch.float32)
     longest_query = torch.linalg.vector_norm(query, dim=-1, dtype=dtype).amax(dim=2)

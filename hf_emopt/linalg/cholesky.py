@@ -1,15 +1,9 @@
 """Cholesky factors of large matrices on a GPU, and solves with them, by blocks: nearly all arithmetic is in products.
 
-The library's batched factorization goes through a matrix 16 columns at a time, with an update of all that is left after each.
-Here the library factorizes the diagonal blocks alone. Each panel below them is updated by one product, and multiplied by the
-inverse of the diagonal block's factor (N. Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed.,
-chapter 10 on the factorization, here by block columns, left-looking, and chapter 14 on inverses of triangles).
-
-On an H200 two matrices of 2048 take 2.8 ms instead of the library's 3.8, ten 4.3 instead of 6.1. Two thirds of that are steps
-on the diagonal that leave most of the device to others. (The library's factorization of a single matrix takes 0.8 ms and the
-device for itself, and its residual is five times as large.)
-
-Nothing here reads a number on the host or keeps a tensor between calls, so all of it can be recorded in a CUDA graph.
+The library factorizes the diagonal blocks. Each panel below them is updated by one product, and multiplied by the inverse of
+the diagonal block's factor (N. Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., chapter 10 on the
+factorization, here by block columns, left-looking, and chapter 14 on inverses of triangles). Nothing here reads a number on
+the host or keeps a tensor between calls, so all of it can be recorded in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -25,8 +19,8 @@ from hf_emopt.linalg.symmetric_batches import eye_like
 
 # Columns of a diagonal block: the work that is not in products grows with it, the number of launches falls.
 BLOCK = 256
-# Triangles of this size are inverted by substitution, larger ones from them by products. Below 64, where torch solves one
-# matrix of a small batch after the other.
+# Triangles of this size are inverted by substitution, larger ones from them by products. From 64 on torch solves the matrices
+# of a small batch one by one.
 LEAF = 32
 # Where the library's own blocks are large (LAPACK on a CPU), it is faster than these functions.
 DEVICES = ("cuda",)
@@ -49,13 +43,13 @@ class Factor(NamedTuple):
 def cholesky(a: Tensor) -> Factor:
     """The lower Cholesky factor of symmetric positive definite ``a``, ``(N, d, d)`` float32 or float64; not changed.
 
-    Of ``a`` the lower triangle alone counts. The residual ``A - L L^T`` is the library's, or some times that (four were seen)
-    where diagonal blocks are ill-conditioned. Products are of plain float32, whatever precision a caller works in.
+    The lower triangle of ``a`` alone counts. The residual ``A - L L^T`` is the library's, or some times that (four were seen)
+    where diagonal blocks are ill-conditioned.
 
-    A matrix that is not positive definite does not disturb the others of the batch. Up to two blocks, and on a CPU, this is
-    ``torch.linalg.cholesky_ex``, and leaves of such a matrix what that leaves: numbers that are no factor. Beyond, there is
-    NaN on the whole diagonal of the first block column that has no factor, in all of ``L`` below that block, and on the
-    diagonal right of it. A number in the lower triangle that is not finite leaves at least one such in ``L``.
+    A matrix that is not positive definite does not disturb the others of the batch. Up to two blocks, and on a CPU, its
+    numbers are those that ``torch.linalg.cholesky_ex`` leaves. Beyond, NaN fills the diagonal of the first block column that
+    has no factor, all of ``L`` below that block, and the diagonal right of it. A number in the lower triangle that is not
+    finite leaves at least one such in ``L``.
     """
     d = a.shape[-1]
     if a.device.type not in DEVICES or d <= 2 * BLOCK:
@@ -109,12 +103,9 @@ def triangular_solve_right(x: Tensor, factor: Factor) -> Tensor:
 def _inverse(lower: Tensor, elsewhere: list[Tensor]) -> Tensor:
     """The inverse of lower triangles ``(N, b, b)``, zero above the diagonal.
 
-    Of a triangle by halves, ``[[A, 0], [C, B]]^{-1} = [[A^{-1}, 0], [-B^{-1} C A^{-1}, B^{-1}]]``, from LEAF up. With all the
-    inverses of halves on the diagonal of one matrix ``X``, and their ``C`` in place in another, this is ``X - X C X``: two
-    products of ``(b, b)`` for a level, mostly of zeros, take less time than the launches that would spare the zeros.
-
-    Args:
-        elsewhere: of :func:`_elsewhere` for ``b``.
+    By halves, ``[[A, 0], [C, B]]^{-1} = [[A^{-1}, 0], [-B^{-1} C A^{-1}, B^{-1}]]``, from LEAF up. With all the inverses of
+    halves on the diagonal of one matrix ``X``, and their ``C`` in place in another, this is ``X - X C X``. The products are
+    mostly of zeros, but take less time than the launches that would spare the zeros.
     """
     n, b = lower.shape[:2]
     size = _padded(b)

@@ -1,7 +1,6 @@
 """What transforms cost: operations, bytes, messages, and seconds on the machine for which choices are made.
 
-Rules, the planner, tensor parallelism and the forecast count with these values. Products are counted as general ones,
-also where kernels compute half of a symmetric result.
+Products are counted as general ones, also where kernels compute half of a symmetric result.
 """
 
 from __future__ import annotations
@@ -22,20 +21,14 @@ FLOPS_PER_SECOND = 600e12
 BYTES_PER_SECOND = 300e9
 SECONDS_PER_MESSAGE = 2e-5
 
-# An element of an s x s exchange has to save this many operations: at the rates above, an element is two bytes, of which
-# half travel and travel twice, worth about 4,000.
+# An element of an s x s exchange has to save this many operations: its two bytes are worth about 4,000 at the rates above.
 _EXCHANGE_FLOPS = 4096
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What one rank does in a step.
-
-    Attributes:
-        flops: operations.
-        bytes: received from other ranks.
-        messages: collectives; a fraction where several parameters take part in one.
-    """
+    """What one rank does in a step: operations, bytes received from other ranks, and collectives (a fraction of one where
+    several parameters take part in it)."""
 
     flops: float
     bytes: float
@@ -78,7 +71,7 @@ class ShardedCost:
 def cheapest_form(short: int, long: int, parts: int) -> tuple[Form, int]:
     """How a step of the sharded iteration is done, and its operations on the rank with the longest slice.
 
-    The answer depends on whole shapes only. With ``l`` columns on the rank, the Gram matrix is ``2 s^2 l`` in each of
+    With ``l`` columns on the rank, the Gram matrix is ``2 s^2 l`` in each of
 
     * ``"polynomial"``: ``b A + c A A`` on every rank and one product: ``2 s^3 + 2 s^2 l``;
     * ``"gram_twice"``: ``(b X + c A X)`` and ``A`` times that: ``4 s^2 l``, which falls with ``l`` alone;

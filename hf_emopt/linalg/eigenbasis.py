@@ -1,8 +1,6 @@
 """Eigenbases of symmetric positive semidefinite matrices, and their refresh from a previous basis, for SOAP.
 
-Between two refreshes of an optimizer the matrix changes little, so the old basis nearly diagonalises the new matrix, and
-one step of an iteration does for a whole decomposition. The steps made of matrix products run at the speed of a GPU's
-products, where ``eigh`` and QR are one to two orders slower.
+The old basis nearly diagonalises the new matrix, so one step of an iteration does for a whole decomposition.
 """
 
 from __future__ import annotations
@@ -31,8 +29,8 @@ from hf_emopt.linalg.symmetric_batches import (
 
 RefreshMethod: TypeAlias = Literal["orthogonal_iteration", "qr", "eigh"]
 
-# Eigenvalues below this many unit roundoffs of the largest are noise in A Q; see _shift. Of float32's and float64's own
-# roundoff four times as many, since the sums are rounded as well.
+# Eigenvalues below this many unit roundoffs of the largest are noise in A Q; see _shift. Four times as many where float32's
+# or float64's own roundoff is the unit, since the sums are rounded as well.
 _NOISE = 16
 # Of split factors.
 _PARTS_ROUNDOFF = 2.0**-22
@@ -42,14 +40,12 @@ class EigenbasisRefresh(NamedTuple):
     """Result of :func:`refresh_eigenbasis`.
 
     Attributes:
-        q: ``(N, d, d)``, orthonormal columns, by descending eigenvalue (nearly: see there). The old basis, unsorted, in
-            failed blocks.
+        q: ``(N, d, d)``, orthonormal columns, nearly by descending eigenvalue. The old basis, unsorted, in failed blocks.
         eigenvalues_estimate: ``(N, d)``, the diagonal of ``q^T A q``.
         permutation: ``(N, d)`` int64. Column ``i`` of ``q`` continues column ``permutation[:, i]`` of the old basis, so
-            state that is kept per column (SOAP's second moment) must be permuted likewise: ``v.gather(-1, permutation)`` on
-            its own axis. The identity in failed blocks.
-        off_diagonal: ``(N,)``, norm of the off-diagonal part of ``q^T A q`` relative to ``|A|_F``. Infinite where the
-            input was not finite.
+            state of columns (SOAP's second moment) must be permuted likewise. The identity in failed blocks.
+        off_diagonal: ``(N,)``, norm of the off-diagonal part of ``q^T A q`` relative to ``|A|_F``; infinite where the input
+            was not finite.
         orthogonality: ``(N,)``, an estimate in float64 of ``|q^T q - I|_F / sqrt(d)``.
         failed: ``(N,)`` bool. The input was not finite, or no method gave a finite orthonormal basis.
         fell_back: ``(N,)`` bool. Computed by QR or ``eigh`` since the method asked for missed the tolerance.
@@ -71,8 +67,7 @@ def eigendecomposition(a: Tensor) -> tuple[Tensor, Tensor]:
     ``a`` is ``(N, d, d)`` symmetric, float32 or float64, and not changed. Blocks that are not finite give NaN.
 
     Raises:
-        TypeError: another dtype.
-        ValueError: another shape.
+        TypeError, ValueError: another dtype, another shape.
         torch.linalg.LinAlgError: ``eigh`` did not converge; see :func:`hf_emopt.linalg.with_ladder`.
     """
     check_batch(a, "a", "eigendecomposition")
@@ -113,16 +108,14 @@ def refresh_eigenbasis(
 
             - ``orthogonal_iteration``: ``A Q`` made orthonormal by products and two Cholesky factorisations. Directions
               with eigenvalues at the rounding level of ``A`` stay where they are.
-            - ``qr``: ``A Q`` made orthonormal by Householder QR, as in the SOAP paper's program (arXiv 2409.11321). One
-              iteration equals one step of the QR algorithm on ``Q^T A Q``; with a ``tolerance`` it is the adaptive QR
-              of facebookresearch/optimizers.
+            - ``qr``: ``A Q`` made orthonormal by Householder QR, as in the SOAP paper's program (arXiv 2409.11321): a step
+              of the QR algorithm on ``Q^T A Q``. With a ``tolerance``, the adaptive QR of facebookresearch/optimizers.
             - ``eigh``: the decomposition itself, matched to the old columns by rank.
         iterations: this many, or with a ``tolerance`` at most this many.
-        tolerance: blocks whose off-diagonal part (see ``off_diagonal``) is at most this are left alone but for the sort,
-            before the first iteration and after each. Costs one read of ``(N,)`` flags on the host per iteration.
+        tolerance: blocks whose ``off_diagonal`` is at most this are sorted alone, before the first iteration and after
+            each. Costs one read of ``(N,)`` flags on the host per iteration.
         precision: of the products with ``A``; see :mod:`hf_emopt.linalg.matmul_precision`. ``fp16`` splits its factors in
-            two. Bases are made orthonormal to float32's rounding whatever it is. ``qr`` and
-            ``eigh`` factorise exactly.
+            two. Bases are orthonormal to float32's rounding whatever it is. ``qr`` and ``eigh`` factorise exactly.
         orthogonality_tolerance: largest ``orthogonality``. ``None``: 2e-5 in float32, 1e-10 in float64.
         fallback: blocks that are less orthogonal, or not finite, are computed again by QR and, if that fails too, by
             ``eigh``. ``False``: reported as failed.
@@ -133,8 +126,7 @@ def refresh_eigenbasis(
     depend on the data alone.
 
     Raises:
-        TypeError: another dtype, or two.
-        ValueError: shapes that do not fit, or an argument out of range.
+        TypeError, ValueError: another dtype, or two; shapes that do not fit, or an argument out of range.
         torch.linalg.LinAlgError: ``eigh`` did not converge; see :func:`hf_emopt.linalg.with_ladder`.
     """
     _check_refresh(a, q_old, method, iterations, tolerance, precision)
@@ -151,8 +143,7 @@ def refresh_eigenbasis(
     limit = orthogonality_tolerance or (2e-5 if a.dtype == torch.float32 else 1e-10)
     with matmul_precision("highest"):
         start = _measure(work, q_old, precision)
-        # Columns whose estimate is noise are not sorted by it: they stay where they are. The programs that "qr" and
-        # "eigh" follow do sort them.
+        # Columns whose estimate is noise stay where they are. The programs that "qr" and "eigh" follow sort them.
         shift = _shift(work, precision)
         start, permutation = _sort_columns(start, shift if method == "orthogonal_iteration" else None)
         basis = _iterate(work, start, shift, _Settings(method, iterations, tolerance, precision, measure))
@@ -229,8 +220,7 @@ def _measure(a: Tensor, q: Tensor, precision: Precision) -> _Basis:
 
 
 def _off_diagonal(a: Tensor, basis: _Basis) -> Tensor:
-    """``(N,)``: the relative norm of ``A Q - Q diag(...)``, which is the off-diagonal norm of ``Q^T A Q`` (and, unlike
-    ``|A|^2 - |diag|^2``, does not cancel)."""
+    """``(N,)``: the off-diagonal norm of ``Q^T A Q``; ``|A|^2 - |diag|^2`` would cancel."""
     return relative_norm(basis.image - basis.q * basis.eigenvalues.unsqueeze(-2), a)
 
 
@@ -239,8 +229,7 @@ def _sort_columns(basis: _Basis, floor: Tensor | None) -> tuple[_Basis, Tensor]:
     order = key.sort(dim=-1, descending=True, stable=True).indices
     eigenvalues = basis.eigenvalues.gather(-1, order)
     columns = order.unsqueeze(-2).expand_as(basis.q)
-    q, image = basis.q.gather(-1, columns), basis.image.gather(-1, columns)
-    return _Basis(q, image, eigenvalues), order
+    return _Basis(basis.q.gather(-1, columns), basis.image.gather(-1, columns), eigenvalues), order
 
 
 def _iterate(a: Tensor, basis: _Basis, shift: Tensor, settings: _Settings) -> _Basis:
@@ -270,14 +259,10 @@ def _step(a: Tensor, basis: _Basis, shift: Tensor, settings: _Settings) -> Tenso
 
 
 def _orthogonality(q: Tensor) -> Tensor:
-    probes = random_probes(q)
-    return torch.cat([_gram_error(q[s].double(), probes) for s in block_chunks(*q.shape[:2])]).to(q.dtype)
-
-
-def _gram_error(q: Tensor, probes: Tensor) -> Tensor:
+    probes, wide = random_probes(q), (q[s].double() for s in block_chunks(*q.shape[:2]))
+    errors = [torch.linalg.vector_norm(x.mT @ (x @ probes) - probes, dim=(-2, -1)) for x in wide]
     # The probes are signs, so their norm is known. A number in q that is not finite makes the error NaN or infinite.
-    error = torch.linalg.vector_norm(q.mT @ (q @ probes) - probes, dim=(-2, -1)) / math.sqrt(probes.numel())
-    return error.nan_to_num(nan=math.inf, posinf=math.inf)
+    return (torch.cat(errors) / math.sqrt(probes.numel())).nan_to_num(nan=math.inf, posinf=math.inf).to(q.dtype)
 
 
 def _fall_back(a: Tensor, basis: _Basis, limit: float) -> _Basis:
@@ -292,15 +277,11 @@ def _fall_back(a: Tensor, basis: _Basis, limit: float) -> _Basis:
     return result
 
 
-# Orthogonal iteration
-
-
 def _shift(a: Tensor, precision: Precision) -> Tensor:
     """``(N, 1, 1)``: somewhat above the rounding of ``A Q``.
 
     ``A + s I`` has the eigenvectors of ``A``. Without the shift, the image of a direction in the null space is rounding
-    noise, and scaled it is a random direction; with it, such directions stay put. The order of eigenvalues
-    below ``s`` is not resolved any more, which that noise forbids anyway.
+    noise, and scaled it is a random direction. The order of eigenvalues below ``s`` is not resolved.
     """
     bound = spectral_bound(a)
     unit = max(_roundoff(a.dtype, precision), 4 * unit_roundoff(a.dtype, "highest"))
@@ -311,34 +292,26 @@ def _orthogonal_iteration(basis: _Basis, shift: Tensor, precision: Precision) ->
     """The orthogonal factor of ``(A + s I) Q``, without a QR factorisation.
 
     Cholesky-QR of ``A Q`` itself fails even near the eigenbasis: the column of a small eigenvalue, turned away by a small
-    angle, is mostly made of directions of large ones, so the columns are dependent up to rounding whatever their scale.
-    Hence one step back: with ``Q^T (A + s I) Q = L L^T``, ``(A + s I) Q = Q L L^T``, and as ``L^T`` is upper triangular the
-    factor is ``Q`` times that of ``L``. Near the eigenbasis ``L`` with columns of unit length is close to the identity;
-    anywhere its condition is but the root of that of ``A + s I``. Its factor then comes from Cholesky-QR.
+    angle, is mostly made of directions of large ones. But with ``Q^T (A + s I) Q = L L^T``, ``(A + s I) Q = Q L L^T``, and
+    as ``L^T`` is upper triangular, the factor is ``Q`` times that of ``L``. The condition of ``L`` is the root of that of
+    ``A + s I``, so Cholesky-QR gives its factor.
     """
-    split = _at_least_split(precision)
     b = _symmetric_product(basis.q, basis.image, precision)
     b.diagonal(dim1=-2, dim2=-1).add_(shift.squeeze(-1))
-    # Of b the factorization reads the lower triangle alone, so rounding that is not symmetric does no harm. Without the
-    # host: a block that is not positive definite comes out as no basis, and is found as such by the caller.
+    # A block that is not positive definite comes out as no basis, which the caller finds.
     x = cholesky(b).lower
     x = x / torch.linalg.vector_norm(x, dim=-2, keepdim=True)
     gram = _symmetric_product(x, x, precision)
-    # The columns have length 1; tensor cores cut sums of squares, and a diagonal that is too small is no Gram matrix's. And
-    # shifted Cholesky-QR (Fukaya et al. 2020) bears one that is numerically singular. The Newton-Schulz steps remove the
-    # error, of the size of the shift, again.
+    # The columns have length 1, but tensor cores cut sums of squares. Shifted Cholesky-QR (Fukaya et al. 2020) bears a Gram
+    # matrix that is numerically singular. The Newton-Schulz steps remove the error, of the size of the shift.
     gram.diagonal(dim1=-2, dim2=-1).fill_(1.0 + math.sqrt(x.shape[-1]) * _gram_roundoff(x.dtype, precision))
     rotation = triangular_solve_right(x, cholesky(gram))
-    return _orthonormalize(_product(basis.q, rotation, split), precision)
-
-
-def _at_least_split(precision: Precision) -> Precision:
-    return precision if precision in ("highest", "fp16") else "bf16x3"
+    at_least_split: Precision = precision if precision in ("highest", "fp16") else "bf16x3"
+    return _orthonormalize(_product(basis.q, rotation, at_least_split), precision)
 
 
 def _symmetric_product(a: Tensor, b: Tensor, precision: Precision) -> Tensor:
-    """``A^T B`` that is symmetric, to 22 bits where the precision is not ``highest``: far from the eigenbasis, the Gram
-    matrix of an iteration has the condition of ``A``, and the 16 bits of bf16x3 leave no orthonormal basis."""
+    """``A^T B`` that is symmetric, to 22 bits at least: far from the eigenbasis, 16 bits leave no orthonormal basis."""
     if precision == "highest" or a.dtype == torch.float64:
         return product(a.mT, b, "highest")
     return gram_product(a, b)
@@ -362,9 +335,7 @@ def _gram_roundoff(dtype: torch.dtype, precision: Precision) -> float:
 
 def _orthonormalize(x: Tensor, precision: Precision) -> Tensor:
     """Newton-Schulz steps ``X (3 I - X^T X) / 2``, each of which makes ``3/4 E^2`` of an orthogonality error ``E``: one in
-    float32, two of split factors, which begin with a larger error, three in float64. In place of a second Cholesky pass,
-    since a product is cheaper than a factorisation on a GPU. What remains is the error of ``X^T X``, which has 22 bits at
-    least; the correction is small, and 11 bits of it do."""
+    float32, two of split factors, which begin with a larger error, three in float64."""
     for _ in range(3 if x.dtype == torch.float64 else 2 if precision == "fp16" else 1):
         if precision == "highest" or x.dtype == torch.float64:
             with matmul_precision("highest"):

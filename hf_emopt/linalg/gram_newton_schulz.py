@@ -1,21 +1,9 @@
 """Newton-Schulz on 16-bit symmetric products: the standard iteration, and the iteration on the Gram matrix.
 
-The Gram form (Zhang, Hu, Dao, "Gram Newton-Schulz", dao-lab.ai/blog/2026/gram-newton-schulz) keeps ``R = X X^T`` and the
-polynomial ``Q`` of it that ``X`` will be multiplied by, both ``m x m``, and touches the ``m x n`` matrix only at the ends:
-
-.. code-block:: text
-
-    P = a I + b R + c R R;   Q <- Q P;   R <- P R P;      X <- Q X  at the end
-
-It has 0.84 of the operations of the standard form for matrices 1.5 times as long as wide, 0.67 at 2.67 times and 0.58 at 4,
-symmetric products counted at half: some 15 % of the products of a Muon step of a Llama, most of whose matrices are of its
-MLP (one H200, docs/performance.md).
-
+The Gram form (Zhang, Hu, Dao, "Gram Newton-Schulz", dao-lab.ai/blog/2026/gram-newton-schulz) keeps ``R = X X^T`` and a
+polynomial ``Q`` of it. A step is ``P = a I + b R + c R R; Q <- Q P; R <- P R P``, and the last product is ``X <- Q X``.
 Rounding gives ``R`` small negative eigenvalues, which grow by ``a^2`` a step. A *restart* multiplies ``Q`` into ``X`` and
-forms ``R`` again; :func:`find_restart_steps` places as few as keep the result accurate.
-
-Two powers of two keep float16 away from its subnormal numbers, where a large matrix would otherwise be: ``X`` is held as
-``2 ** 10 X`` and ``R`` as ``2 ** 12 R``. They are exact and undone in the scalars of the products.
+forms ``R`` again.
 """
 
 from __future__ import annotations
@@ -35,20 +23,18 @@ from hf_emopt.kernels.triton.runtime import on
 from hf_emopt.linalg.coefficients import Triple
 from hf_emopt.linalg.symmetric_products import (
     Backend,
+    general_into,
     is_plain,
-    is_transposed,
     kernels_pay,
     normalize_cast,
     normalized_like,
     symmul_into,
 )
 
-# How many times the error of the standard form in float16 the Gram form may have; bfloat16 costs the standard form 8 times.
-# At 3, singular values were seen to overshoot their band by 0.14, at 2.4 by 0.003.
+# How many times the error of the standard form in float16 the Gram form may have. At 3, singular values were seen to
+# overshoot their band by 0.14, at 2.4 by 0.003.
 ERROR_LIMIT = 2.5
 _MOST_STEPS_TOGETHER = 3
-_X_SCALE = 2.0**10
-_R_SCALE = 2.0**12
 
 
 @functools.cache
@@ -91,14 +77,10 @@ def _longest(places: Sequence[int], count: int) -> int:
 def find_restart_steps(
     steps: tuple[Triple, ...], restarts: int | None = None, limit: float = ERROR_LIMIT
 ) -> tuple[int, ...]:
-    """Steps before which the Gram iteration restarts, found by trying.
-
-    Scalar models of the rounding misjudge some coefficient sets badly, so every placement is run, in the arithmetic of the
-    kernels, on small matrices of four kinds; the one with the smallest worst error wins. Takes a fraction of a second, once
-    for each set of coefficients.
+    """Steps before which the Gram iteration restarts, found by trying every placement in float16 on small matrices of four
+    kinds. The placement with the smallest worst error wins. Takes a fraction of a second for each set of coefficients.
 
     Args:
-        steps: ``(a, b, c)`` of every step.
         restarts: how many; ``None`` for as few as leave at most three steps together and keep the worst error at or below
             ``limit``, or, where two numbers of restarts do not, the better of those.
         limit: in units of the standard form's error in float16 on the same matrix.
@@ -128,16 +110,12 @@ def find_restart_steps(
 def multiply(q: Tensor, x: Tensor, tall: bool, alpha: float = 1.0, out: Tensor | None = None) -> Tensor:
     """``alpha Q X``, or ``alpha X Q`` for tall matrices, into a new tensor or ``out``."""
     left, right = (x, q) if tall else (q, x)
-    out = torch.empty_like(x) if out is None else out
-    if alpha == 1.0:
-        return (torch.mm if x.ndim == 2 else torch.bmm)(left, right, out=out)
-    product = torch.addmm if x.ndim == 2 else torch.baddbmm
-    return product(out, left, right, beta=0.0, alpha=alpha, out=out)
+    return general_into(left, right, torch.empty_like(x) if out is None else out, alpha)
 
 
 def scales_of(dtype: torch.dtype) -> tuple[float, float]:
-    """The powers of two in which ``X`` and ``R`` are held; other dtypes than float16 have exponents enough."""
-    return (_X_SCALE, _R_SCALE) if dtype == torch.float16 else (1.0, 1.0)
+    """The powers of two by which ``X`` and ``R`` are multiplied, exactly, to stay out of the subnormal numbers of float16."""
+    return (2.0**10, 2.0**12) if dtype == torch.float16 else (1.0, 1.0)
 
 
 def start_factor(dtype: torch.dtype, safety_factor: float) -> float:
@@ -146,18 +124,13 @@ def start_factor(dtype: torch.dtype, safety_factor: float) -> float:
 
 
 def standard_iterate(
-    x: Tensor,
-    steps: Sequence[Triple],
-    tall: bool,
-    backend: Backend = "auto",
-    out: tuple[Tensor, Tensor] | None = None,
+    x: Tensor, steps: Sequence[Triple], tall: bool, backend: Backend = "auto", out: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
     """The standard form up to the last product: ``B`` and ``X``; the result is ``B X / scale``.
 
     The square is completed, so that no product reads a second matrix: with ``A = X X^T + b/(2c) I``,
-    ``b X X^T + c (X X^T)^2 + a I = c A A + (a - b^2/(4c)) I``. That saves 13 to 24 % of the second product (tiles of
-    128 x 256, H200). Diagonals are added in float32 before rounding. In float16 the result is as accurate as with the sums
-    written out; in bfloat16 it is not, and they are.
+    ``b X X^T + c (X X^T)^2 + a I = c A A + (a - b^2/(4c)) I``. Diagonals are added in float32 before rounding. In float16
+    the result is as accurate as with the sums written out; in bfloat16 it is not, and they are.
 
     Args:
         x: ``(m, n)`` or ``(B, m, n)``, scaled by :func:`start_factor`.
@@ -208,8 +181,7 @@ def gram_iterate(
 def gram_polynomial(
     r: Tensor, steps: Sequence[Triple], scale: float, backend: Backend = "auto", out: Tensor | None = None
 ) -> Tensor:
-    """``Q`` after ``steps`` for ``R / scale``: ``P = a I + b R + c R R``, ``Q <- Q P``, ``R <- P (R P)``. Into ``out`` where
-    given, but for a single linear step."""
+    """``Q`` after ``steps`` for ``R / scale``, in ``out`` where given, but for a single linear step."""
     q: Tensor | None = None
     for number, (a, b, c) in enumerate(steps):
         into = out if number == len(steps) - 1 else None
@@ -235,44 +207,30 @@ def iterate(
     dtype: torch.dtype,
     backend: Backend = "auto",
 ) -> Tensor:
-    """Normalizes and orthogonalizes: the Gram form with ``restarts``, or the standard form for ``None``.
-
-    Args:
-        x: ``(m, n)`` or ``(B, m, n)``, any floating dtype.
-        dtype: of products and result.
-    """
+    """Normalizes and orthogonalizes ``(m, n)`` or ``(B, m, n)`` of any floating dtype: the Gram form with ``restarts``, or
+    the standard form for ``None``. Products and result have ``dtype``."""
     if not is_plain(x):
         flat = [number for step in steps for number in step]
         places = None if restarts is None else list(restarts)
         return torch.ops.hf_emopt.newton_schulz(x, flat, places, safety_factor, dtype, backend)
-    return _iterate(x, steps, restarts, safety_factor, dtype, backend)
+    return _iterate(
+        x, _Settings(tuple(steps), None if restarts is None else tuple(restarts), safety_factor, dtype, backend)
+    )
 
 
-def _iterate(
-    x: Tensor,
-    steps: Sequence[Triple],
-    restarts: Sequence[int] | None,
-    safety_factor: float,
-    dtype: torch.dtype,
-    backend: Backend,
-) -> Tensor:
-    places = None if restarts is None else tuple(restarts)
-    settings = _Settings(tuple(steps), places, safety_factor, dtype, backend)
+def _iterate(x: Tensor, settings: _Settings) -> Tensor:
     form = _form_of(settings, x.shape, x.stride(), x.dtype, x.device, kernels_pay(x.device))
     with on(x.device):
         return form.run(x)
 
 
-# Up to here a copy of the input costs a GPU less than two launches of the normalization cost a host: both become part of
-# the graph.
+# Up to here a copy of the input costs a GPU less than the two launches of the normalization cost a host.
 _COPIED_ELEMENTS = 2**23
 # Fewer matrices leave most of a device idle when each has one program.
 _SMALL_BATCH, _SMALL_SIDE = 16, 64
 
 
 class _Settings(NamedTuple):
-    """The arguments of :func:`iterate` but the matrix."""
-
     steps: tuple[Triple, ...]
     restarts: tuple[int, ...] | None
     safety_factor: float
@@ -282,14 +240,12 @@ class _Settings(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _Form:
-    """How inputs of one shape, layout and dtype are orthogonalized. It is worked out once, since a host has no time for it
-    in every step, and its identity is the key of the graphs.
+    """How inputs of one shape, layout and dtype are orthogonalized. A form is made once; its identity is the key of graphs.
 
     Attributes:
-        batch: number of matrices.
         tall: rows are the long side.
-        like: shape and strides of a normalized input, without memory.
-        copy: where a graph begins with a copy of the input, the shape of the copy, without memory.
+        like: a normalized input, without memory.
+        copy: the copy of the input with which a graph begins, without memory; ``None`` where none does.
         one_program: each matrix has one program of one launch.
     """
 
@@ -301,7 +257,6 @@ class _Form:
     one_program: bool
 
     def run(self, x: Tensor) -> Tensor:
-        """The orthogonalized input."""
         if self.one_program:
             return self._by_one_program(x)
         if not cuda_graphs.usable(self.batch, min(x.shape[-2:]), max(x.shape[-2:]), x.device):
@@ -315,18 +270,17 @@ class _Form:
         return multiply(polynomial, y, self.tall, 1.0 / scales_of(y.dtype)[0])
 
     def work(self, y: Tensor, out: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
-        """All between the normalization and the last product."""
+        """Everything between the normalization and the last product."""
         steps, restarts, _, _, backend = self.settings
         if restarts is None:
             return standard_iterate(y, steps, self.tall, backend, out)
         return gram_iterate(y, steps, restarts, self.tall, backend, out)
 
     def whole(self, x: Tensor, out: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
-        """The same with the normalization."""
         return self.work(self._normalize(x, torch.empty_like(self.like, device=x.device)), out)
 
     def _normalize(self, x: Tensor, out: Tensor) -> Tensor:
-        factor = start_factor(self.settings.dtype, self.settings.safety_factor)
+        factor = start_factor(out.dtype, self.settings.safety_factor)
         return normalize_cast(x, out.dtype, factor, out=out, backend=self.settings.backend)
 
     def _by_one_program(self, x: Tensor) -> Tensor:
@@ -350,7 +304,6 @@ def _form_of(
     device: torch.device,
     pays: bool,
 ) -> _Form:
-    """The form of an input with these ``shape``, ``strides`` and dtype, where kernels pay or not."""
     like = torch.empty_strided(shape, strides, dtype=given, device="meta")
     batch = shape[0] if len(shape) == 3 else 1
     one_program = (
@@ -362,15 +315,8 @@ def _form_of(
         and settings.restarts is not None
         and settings.dtype == torch.float16
     )
-    copy = _dense(like, given) if like.numel() <= _COPIED_ELEMENTS else None
-    return _Form(settings, batch, shape[-2] > shape[-1], _dense(like, settings.dtype), copy, one_program)
-
-
-def _dense(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor without memory that has the shape and strides of a normalized ``x``."""
-    if is_transposed(x):
-        return torch.empty(x.mT.shape, dtype=dtype, device="meta").mT
-    return torch.empty(x.shape, dtype=dtype, device="meta")
+    copy = normalized_like(like, given) if like.numel() <= _COPIED_ELEMENTS else None
+    return _Form(settings, batch, shape[-2] > shape[-1], normalized_like(like, settings.dtype), copy, one_program)
 
 
 @torch.library.custom_op("hf_emopt::newton_schulz", mutates_args=())
@@ -383,7 +329,8 @@ def _iterate_op(
     backend: str,
 ) -> Tensor:
     steps = tuple(zip(coefficients[::3], coefficients[1::3], coefficients[2::3], strict=True))
-    return _iterate(x, steps, restarts, safety_factor, dtype, backend)  # type: ignore[arg-type]
+    places = None if restarts is None else tuple(restarts)
+    return _iterate(x, _Settings(steps, places, safety_factor, dtype, backend))  # type: ignore[arg-type]
 
 
 @_iterate_op.register_fake

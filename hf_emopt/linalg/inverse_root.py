@@ -1,8 +1,7 @@
 """Inverse roots of symmetric positive semidefinite matrices, the preconditioners of Shampoo.
 
-``solver="eigh"`` is the reference. The coupled iteration is made of matrix products, batches well and runs at the speed of a
-GPU's products (16 sides of 2048 on an H200: 12.6 to 321 ms by precision, ``eigh`` 473). Blocks that it does not solve are
-found by their residual and computed by ``eigh``.
+``solver="eigh"`` is the reference. The coupled iteration is made of matrix products (docs/roots-and-bases.md has times).
+Blocks that it does not solve are found by their residual and computed by ``eigh``.
 """
 
 from __future__ import annotations
@@ -17,13 +16,7 @@ from torch import Tensor
 
 from hf_emopt.linalg.inverse_root_fp16 import SINGLE_EPSILON, SPLIT_ROUNDOFF, half_newton
 from hf_emopt.linalg.inverse_root_schedule import Polynomial, newton_schedule, power_deviation
-from hf_emopt.linalg.matmul_precision import (
-    Precision,
-    add_product,
-    check_precision,
-    matmul_precision,
-    unit_roundoff,
-)
+from hf_emopt.linalg.matmul_precision import Precision, add_product, check_precision, matmul_precision, unit_roundoff
 from hf_emopt.linalg.symmetric_batches import (
     block_chunks,
     check_batch,
@@ -48,9 +41,8 @@ class InverseRoot(NamedTuple):
     Attributes:
         value: ``(N, d, d)``, exactly symmetric, dtype and device of the input. NaN in failed blocks.
         residual: ``(N,)``, an estimate of the backward error, relative to ``|A|_F`` (in float64, and with 16-bit factors in
-            float32): the distance of ``A`` from the matrix whose root this is. ``|A X^p A - A|_F`` for the iterations
-            (``X = A^(-1/p)``), ``|Q L Q^T - A|_F`` for ``eigh``. Directions whose eigenvalue is below
-            ``residual * lambda_max`` may be wrong by a factor.
+            float32): ``|A X^p A - A|_F`` for the iterations (``X = A^(-1/p)``), ``|Q L Q^T - A|_F`` for ``eigh``.
+            Directions whose eigenvalue is below ``residual * lambda_max`` may be wrong by a factor.
         failed: ``(N,)`` bool. The input was not finite, or no finite root with a small residual was found.
         fell_back: ``(N,)`` bool. Computed by ``eigh`` since the iteration did not converge.
     """
@@ -82,23 +74,19 @@ def inverse_root(
         a: ``(N, d, d)`` symmetric positive semidefinite up to rounding, float32 or float64; not changed.
         exponent: positive; 1/4 for the two sides of a matrix in Shampoo. The iteration takes ``1/p`` with ``p`` up to 64; a
             float is taken for the fraction within 1e-6.
-        epsilon, relative_epsilon: ``e = max(epsilon, relative_epsilon * b)``, where ``b`` is the smaller of the
-            Frobenius norm and the largest absolute row sum, an upper bound on the largest eigenvalue. ``eigh``
-            also shifts the spectrum by ``-lambda_min`` first where ``lambda_min`` is negative, so that the least
-            eigenvalue becomes ``e``, as facebookresearch/optimizers does (``PerturbationConfig``). The iterations cannot:
-            where ``e`` does not lift the least eigenvalue above rounding they do not converge and fall back. In
-            float32 that happens to every singular matrix unless ``relative_epsilon`` is at least 1e-6 (highest, and fp16,
-            which splits its factors below 1e-3, but for sides of 2048 on a GPU), 1e-5 (those, bf16x3) or 1e-3 (tf32); it
-            also sets the number of steps.
+        epsilon, relative_epsilon: ``e = max(epsilon, relative_epsilon * b)``, where ``b`` bounds the largest eigenvalue
+            (:func:`~hf_emopt.linalg.symmetric_batches.spectral_bound`). ``eigh`` first shifts the spectrum by
+            ``-lambda_min`` where that is positive, so that the least eigenvalue becomes ``e``, as
+            facebookresearch/optimizers does (``PerturbationConfig``). The iterations cannot: where ``e`` does not lift the
+            least eigenvalue above rounding they do not converge and fall back. In float32 that happens to every singular
+            matrix unless ``relative_epsilon`` is at least 1e-6 (highest, and fp16, which splits its factors below 1e-3,
+            but for sides of 2048 on a GPU), 1e-5 (those, bf16x3) or 1e-3 (tf32); it also sets the number of steps.
         solver: ``eigh``; or ``coupled_newton``, the coupled inverse Newton iteration (Guo and Higham 2006; Higham, Functions
             of Matrices, 7.18) with steps scaled to the spectrum's bounds.
-        precision: of the products in coupled Newton, see :mod:`hf_emopt.linalg.matmul_precision`; ``eigh`` always computes
-            exactly.
-        tolerance: an iteration has converged when ``|M - I|_F^2`` before its last step is at most this, since that step
-            squares the error. ``None``, and the least there is: the rounding level of ``precision``, 16 unit roundoffs
-            (1e-6 in float32).
-        max_iterations: at most this many steps. Fewer are run: as many as the smallest eigenvalue that ``e`` and the
-            precision leave can need.
+        precision: of the products in coupled Newton, see :mod:`hf_emopt.linalg.matmul_precision`; ``eigh`` is exact.
+        tolerance: an iteration has converged when ``|M - I|_F^2`` before its last step, which squares the error, is at most
+            this. ``None``, and the least there is: 16 unit roundoffs of ``precision`` (1e-6 in float32).
+        max_iterations: at most this many steps, and no more than the least eigenvalue that ``e`` leaves can need.
         residual_tolerance: largest residual of an iteration's result. ``None``: 1e-2, or 16 unit roundoffs if larger.
         compute_dtype: ``torch.float64`` computes float32 input in float64 and rounds the result. ``None``: as ``a``.
         fallback: compute blocks that did not converge by ``eigh``. ``False``: report them as failed.
@@ -107,8 +95,7 @@ def inverse_root(
     reads nothing). Decisions depend on the data alone. A block's result does not depend on its batch, but for rounding.
 
     Raises:
-        TypeError: another dtype.
-        ValueError: not a batch of square matrices, or an argument out of range.
+        TypeError, ValueError: another dtype; not a batch of square matrices, or an argument out of range.
         torch.linalg.LinAlgError: ``eigh`` did not converge; see :func:`hf_emopt.linalg.with_ladder`.
     """
     check_batch(a, "a", "inverse_root")
@@ -151,17 +138,14 @@ def inverse_root(
                 failed = torch.where(failed, _eigh_failed(value, residual), False)
 
     factor = factor.to(dtype)
-    failed = failed | ~finite | _overflows(value, factor, a.dtype)
+    # Blocks may be finite at the scale of the computation and not at that of the input. No entry of a positive matrix is
+    # larger than its largest diagonal entry.
+    largest = value.diagonal(dim1=-2, dim2=-1).amax(-1)
+    failed = failed | ~finite | ~torch.isfinite((largest * factor.reshape(-1)).to(a.dtype))
     value.mul_(factor.masked_fill(failed.reshape(-1, 1, 1), math.nan))
     return InverseRoot(
         value.to(a.dtype), residual.masked_fill(~finite, math.inf).to(a.dtype), failed, fell_back & finite
     )
-
-
-def _overflows(value: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Blocks that are finite at the scale of the computation and not at that of the input, in its dtype: ``(N,)``."""
-    largest = value.diagonal(dim1=-2, dim2=-1).amax(-1)  # no entry of a positive matrix is larger
-    return ~torch.isfinite((largest * factor.reshape(-1)).to(dtype))
 
 
 def _check_arguments(
@@ -199,13 +183,9 @@ def _check_arguments(
     return fraction
 
 
-# By eigendecomposition
-
-
 def _by_eigh(a: Tensor, exponent: float, ridge: Tensor) -> tuple[Tensor, Tensor]:
     eigenvalues, q = torch.linalg.eigh(a)
-    probes = random_probes(a)
-    residual = torch.cat([_reconstruction(a[s], eigenvalues[s], q[s], probes) for s in block_chunks(*a.shape[:2])])
+    residual = torch.cat([_reconstruction(a[s], eigenvalues[s], q[s]) for s in block_chunks(*a.shape[:2])])
     # ridge is added to eigenvalues, not to A, where large entries would swallow it.
     shifted = eigenvalues - eigenvalues[:, :1].clamp(max=0.0) + ridge.squeeze(-1)
     # Halves on both sides: the product is then symmetric, and positive, to the last bit but for summation order.
@@ -213,8 +193,8 @@ def _by_eigh(a: Tensor, exponent: float, ridge: Tensor) -> tuple[Tensor, Tensor]
     return _symmetric_part(half @ half.mT), residual
 
 
-def _reconstruction(a: Tensor, eigenvalues: Tensor, q: Tensor, probes: Tensor) -> Tensor:
-    q = q.double()
+def _reconstruction(a: Tensor, eigenvalues: Tensor, q: Tensor) -> Tensor:
+    q, probes = q.double(), random_probes(a)
     image = a.double() @ probes
     return relative_norm(q @ (eigenvalues.double().unsqueeze(-1) * (q.mT @ probes)) - image, image).to(a.dtype)
 
@@ -226,9 +206,6 @@ def _eigh_failed(value: Tensor, residual: Tensor) -> Tensor:
 
 def _symmetric_part(x: Tensor) -> Tensor:
     return (x + x.mT).mul_(0.5)
-
-
-# By coupled iteration
 
 
 class _Iteration(NamedTuple):
@@ -245,10 +222,7 @@ def _by_iteration(a: Tensor, ridge: Tensor, z: Tensor, settings: _Iteration) -> 
     each step makes ``X P`` and ``P^p M`` of them, so that ``M = X^p M_0`` and its convergence to ``I`` makes ``X`` the root.
 
     All products are with ``D = P - I`` and are added: ``X + X D``. As ``D`` goes to zero so does the rounding of
-    the products, in every precision, and what has converged stays as it is without being asked about.
-
-    Args:
-        z: ``(N, 1, 1)``, what brings the spectrum below 1.
+    the products, in every precision, and converged blocks stay as they are.
     """
     p, precision = settings.root, settings.precision
     start = a * z
@@ -263,19 +237,17 @@ def _by_iteration(a: Tensor, ridge: Tensor, z: Tensor, settings: _Iteration) -> 
     lowest = 0.5 * min(1.0, max(settings.relative_epsilon, unit_roundoff(a.dtype, "highest")))
     steps = newton_schedule(p, lowest, unit, degree)[: settings.max_iterations]
     # A step that is scaled for a wide spectrum leads away from the identity: blocks that are there already wait.
-    deviation = _minus_identity(start)
+    deviation = _plus_identity(start, -1.0)
     active = ~(largest_entry(deviation) <= floor)
     # The last step squares the error, which is not looked at again: the residual is.
     if half:
         x, error = half_newton(deviation, steps, p, active, lowest, split)
     else:
         x, error = _full_newton(start, steps, p, active, precision)
-    probes = random_probes(a)
     # The limit is far above what float32 leaves; with 16-bit factors, split or not, it spares copies of both in float64.
     exact = start.dtype if half else torch.float64
     chunks = [slice(None)] if half else block_chunks(*a.shape[:2])
-    residual = torch.cat([_root_residual(start[s].to(exact), x[s].to(exact), p, probes.to(exact)) for s in chunks])
-    residual = residual.to(a.dtype)
+    residual = torch.cat([_root_residual(start[s].to(exact), x[s].to(exact), p) for s in chunks]).to(a.dtype)
     untrusted = ~(error * error <= floor) | ~(residual <= settings.residual_limit) | ~finite_blocks(x)
     return x, residual, untrusted
 
@@ -291,21 +263,15 @@ def _full_newton(
 
     for step, polynomial in enumerate(steps):
         d = _deviation(polynomial, m, active, precision)
-        x = _plus_identity(d) if step == 0 else add_product(x, x, d, precision)
+        x = _plus_identity(d, 1.0) if step == 0 else add_product(x, x, d, precision)
         if step + 1 < len(steps):
             m = add_product(m, power_deviation(d, p, torch.add, times), m, precision)
-    return _symmetric_part(x), torch.linalg.vector_norm(_minus_identity(m), dim=(-2, -1))
+    return _symmetric_part(x), torch.linalg.vector_norm(_plus_identity(m, -1.0), dim=(-2, -1))
 
 
-def _minus_identity(m: Tensor) -> Tensor:
+def _plus_identity(m: Tensor, times: float) -> Tensor:
     result = m.clone()
-    result.diagonal(dim1=-2, dim2=-1).sub_(1.0)
-    return result
-
-
-def _plus_identity(m: Tensor) -> Tensor:
-    result = m.clone()
-    result.diagonal(dim1=-2, dim2=-1).add_(1.0)
+    result.diagonal(dim1=-2, dim2=-1).add_(times)
     return result
 
 
@@ -317,7 +283,7 @@ def _deviation(polynomial: Polynomial, m: Tensor, active: Tensor, precision: Pre
     on: Tensor | float = active.to(m.dtype).reshape(-1, 1) if scaled else 1.0
     wide = on.unsqueeze(-1) if isinstance(on, Tensor) else on
     if len(polynomial) == 3:
-        e, (_, c1, c2) = _minus_identity(m), polynomial
+        e, (_, c1, c2) = _plus_identity(m, -1.0), polynomial
         value = add_product(e, e, e, precision, beta=(c1 + 2 * c2) / c2).mul_(c2 * wide)
         value.diagonal(dim1=-2, dim2=-1).add_(on * (lift if scaled else 0.0))
         return value
@@ -326,9 +292,8 @@ def _deviation(polynomial: Polynomial, m: Tensor, active: Tensor, precision: Pre
     return value
 
 
-def _root_residual(a: Tensor, x: Tensor, p: int, probes: Tensor) -> Tensor:
-    image = a @ probes
-    y = image
+def _root_residual(a: Tensor, x: Tensor, p: int) -> Tensor:
+    y = image = a @ random_probes(a).to(a.dtype)
     for _ in range(p):
         y = x @ y
     return relative_norm(a @ y - image, image)

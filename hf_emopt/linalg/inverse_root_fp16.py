@@ -1,18 +1,11 @@
 """Coupled Newton iterations on 16-bit symmetric products, for :func:`hf_emopt.linalg.inverse_root`.
 
-All of ``X``, ``M`` and the polynomials between them are functions of one symmetric matrix, so every product is symmetric and
-half of it need not be computed (:func:`hf_emopt.linalg.symmetric_products.symmul`). ``X`` and ``E = M - I`` are kept in
-float32, what multiplies them (``D = P - I`` and ``(I + D)^p - I``) in float16. Both use the same rounded ``D``: that
-moves the path of the iteration alone, since ``M = X^p M_0`` holds for any ``D`` that commutes with it. As ``D`` goes to
-zero, so does the rounding of every product.
+All of ``X``, ``M`` and the polynomials between them are functions of one symmetric matrix, so every product is symmetric.
+``X`` and ``E = M - I`` are kept in float32, their factors (``D = P - I`` and ``(I + D)^p - I``) in float16. Both use the
+same rounded ``D``, which moves the path of the iteration alone: ``M = X^p M_0`` holds for any ``D`` that commutes with it.
 
-For eigenvalues below 1e-3 of the largest, 11 bits are too few: rounded at the size of the large ones, a matrix has lost the
-small ones. Then factors are split in two, ``A = A_1 + 2^-11 A_2``, and ``A_1 B_1 + 2^-11 (A_1 B_2 + A_2 B_1)`` takes three
-products (:mod:`hf_emopt.linalg.split_products`). The last steps, where ``D`` is small, do without. Inverses are split in any
-case: they are as large as the condition.
-
-Once the small eigenvalues of ``M`` have been lifted, its products would do with 11 bits. Those of ``X`` would not: its
-largest eigenvalue is 20 times the smallest, for a fourth root of 1e-5, and rounded at its size ``A X^p`` was off by 1e-2.
+11 bits lose eigenvalues below 1e-3 of the largest. Then factors are split in two (:mod:`hf_emopt.linalg.split_products`),
+but for the last steps, where ``D`` is small. Inverses are split in any case: they are as large as the condition.
 """
 
 from __future__ import annotations
@@ -27,12 +20,10 @@ from hf_emopt.linalg.inverse_root_schedule import Polynomial, finishes, power_de
 from hf_emopt.linalg.split_products import Parts, joined, split, split_product
 from hf_emopt.linalg.symmetric_products import kernels_pay, symmul
 
+# The smallest share of the largest eigenvalue that factors of 11 bits are right for.
 SINGLE_EPSILON = 1e-3
-"""The smallest share of the largest eigenvalue that factors of 11 bits are right for."""
-
+# Of split factors: 22 bits each, and last steps that are not split.
 SPLIT_ROUNDOFF = 2.0**-18
-"""Of split factors: 22 bits each, and last steps that are not split."""
-
 # X is held so that its largest eigenvalue is below 2 to this, which leaves the sums of float16 numbers far from their range.
 _LARGEST_ROOT = 8
 
@@ -46,7 +37,6 @@ def half_newton(
         e: ``(N, d, d)`` float32, ``M_0 - I``, symmetric; changed in place.
         steps: coefficients of each ``P(M)``, lowest first: of the first degree, or of the second in steps that are split and
             in those with ``P(1) = 1``.
-        p: of the root ``M_0^(-1/p)``.
         active: ``(N,)`` bool; the other blocks wait through steps with ``P(1) != 1``.
         lowest: bound on the eigenvalues of ``M_0``.
         split_steps: split the factors of all but the last steps.
@@ -63,21 +53,13 @@ def half_newton(
     return x, torch.linalg.vector_norm(e, dim=(-2, -1))
 
 
-def _lift(polynomial: Polynomial) -> float:
-    """``P(1) - 1``, exactly zero in steps that leave the identity where it is."""
-    lift = sum(polynomial) - 1.0
-    return lift if abs(lift) > 1e-9 else 0.0
-
-
 def _step(
     x: Tensor | None, e: Tensor, polynomial: Polynomial, p: int, active: Tensor, scale: float, last: bool
 ) -> Tensor:
     """``X P``, and ``P^p M - I`` in place of ``E`` unless the step is the last."""
-    lift = _lift(polynomial)
     if len(polynomial) == 2:
-        d, m = _factors(e, lift, polynomial[1], active)
+        d, m = _factors(e, sum(polynomial) - 1.0, polynomial[1], active)
     else:  # in powers of E, with which D vanishes
-        assert lift == 0.0
         half, m = _factors(e, 0.0, 1.0, active)
         _, c1, c2 = polynomial
         d = symmul(half, half, half, alpha=c2, beta=c1 + 2 * c2)
@@ -121,11 +103,10 @@ def _split_times(a: Parts, b: Parts, c: Tensor | Parts, beta: float) -> Parts:
 
 
 def _factors(e: Tensor, lift: float, slope: float, active: Tensor) -> tuple[Tensor, Tensor]:
-    """``D = lift I + slope E`` and ``M = I + E`` in float16. Without a lift ``D`` vanishes with ``E``, to the last bit.
-
-    Diagonals are summed in float32 and rounded once: of 1 - 0.97, two rounded numbers would leave few digits.
-    """
+    """``D = lift I + slope E`` and ``M = I + E`` in float16. Diagonals are summed in float32 and rounded once. Steps that
+    leave the identity where it is have no lift but for rounding: then ``D`` vanishes with ``E``, to the last bit."""
     scaled = abs(lift) > 1e-9
+    lift = lift if scaled else 0.0
     if kernels_pay(e.device) and e.is_contiguous():
         from hf_emopt.kernels.triton.half_precision import factors
 
@@ -133,7 +114,7 @@ def _factors(e: Tensor, lift: float, slope: float, active: Tensor) -> tuple[Tens
     d, m = torch.empty(e.shape, dtype=torch.float16, device=e.device), e.half()
     on = active.to(e.dtype).view(-1, 1) if scaled else torch.ones((), device=e.device)
     torch.mul(e, (on * slope).view(-1, 1, 1), out=d)
-    _diagonal(d).copy_((_diagonal(e) * slope + (lift if scaled else 0.0)) * on)
+    _diagonal(d).copy_((_diagonal(e) * slope + lift) * on)
     _diagonal(m).copy_(_diagonal(e) + 1.0)
     return d, m
 

@@ -2,13 +2,9 @@
 
 A step multiplies ``M`` by ``P(M)^p``, so an eigenvalue becomes ``f(m) = m P(m)^p``. Newton's own ``P = ((p + 1) - m) / p``
 lifts a small one by ``(1 + 1/p)^p < e``. Of all ``P`` of a degree for which ``f`` stays below 1, the one here lifts it most
-while no other falls below the lifted one, nor below 1/2 (what falls must rise again, and its rounding errors with it): for
-``p = 4``, 5.5 times in the first degree, and 15 times in the second, which takes one product more than four. That is the idea
-of Polar Express (arXiv 2505.16932), with a floor. Steps that leave the identity where it is finish: their ``P - I`` vanishes
-with ``M - I``, and rounding with it.
-
-A ``P`` of the second degree holds a product, whose rounding does not commute with ``M``. It is for products that are more
-exact than the root has to be.
+while no other falls below the lifted one, nor below 1/2: the idea of Polar Express (arXiv 2505.16932), with a floor. Steps
+that leave the identity where it is finish. A ``P`` of the second degree holds a product, whose rounding does not commute
+with ``M``, so it is for products that are more exact than the root has to be.
 """
 
 from __future__ import annotations
@@ -38,12 +34,7 @@ def finishes(polynomial: Polynomial, p: int) -> bool:
 def power_deviation(
     d: MatrixT, n: int, add: Callable[[MatrixT, MatrixT], Any], times: Callable[..., MatrixT]
 ) -> MatrixT:
-    """``(I + D)^n - I`` by squaring.
-
-    Args:
-        add: ``A + B``.
-        times: ``(A, B, C, beta)`` to ``A B + beta C``; ``C`` is a ``D`` or what ``add`` gives.
-    """
+    """``(I + D)^n - I`` by squaring. ``times`` takes ``(A, B, C, beta)`` to ``A B + beta C``; ``C`` may come from ``add``."""
     result: MatrixT | None = None
     while True:
         if n & 1:
@@ -57,12 +48,8 @@ def power_deviation(
 
 @functools.lru_cache(maxsize=256)
 def newton_schedule(p: int, lowest: float, unit: float, degree: int = 1) -> tuple[Polynomial, ...]:
-    """``P`` of every step, for ``M_0`` with its spectrum in ``[lowest, 1]``.
-
-    Args:
-        unit: unit roundoff of the products.
-        degree: 1 or 2, of those before the last ones.
-    """
+    """``P`` of every step, for ``M_0`` with its spectrum in ``[lowest, 1]`` and products of unit roundoff ``unit``. The steps
+    before the last ones have degree 1 or 2."""
     return (_first_degree if degree == 1 else _second_degree)(p, lowest, unit)
 
 
@@ -112,7 +99,9 @@ def _finish(p: int, error: float, unit: float) -> tuple[Polynomial, ...]:
     """The cheapest steps that leave the identity alone, of second and of third order, and one of second order at the end.
     Before it the error is far below the root of ``unit``, and then it is its square."""
     second: Polynomial = ((p + 1) / p, -1 / p)
-    third = _series(p)
+    # I + E / p + (p + 1) E^2 / (2 p^2), E = I - M: three terms of the series of (I - E)^(-1/p).
+    one, two = 1 / p, (p + 1) / (2 * p * p)
+    third: Polynomial = (1 + one + two, -one - 2 * two, two)
     target = math.sqrt(unit) / 32
 
     def after(choice: tuple[Polynomial, ...]) -> float:
@@ -171,9 +160,3 @@ def _bisect(holds, low: float, high: float) -> float:  # type: ignore[no-untyped
         middle = 0.5 * (low + high)
         low, high = (low, middle) if holds(middle) else (middle, high)
     return high
-
-
-def _series(p: int) -> Polynomial:
-    """``I + E / p + (p + 1) E^2 / (2 p^2)``, ``E = I - M``: three terms of the series of ``(I - E)^(-1/p)``."""
-    first, second = 1 / p, (p + 1) / (2 * p * p)
-    return 1 + first + second, -first - 2 * second, second

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from hf_emopt.linalg.symmetric_batches import check_batch, eye_like, finite_blocks, identity_where_not
 
-# Relative to the mean eigenvalue. In float64, in which they are added, less than 1e-15 changes nothing; more than 1e-6 is
-# no longer the same preconditioner.
+# Relative to the mean eigenvalue. In float64 less than 1e-15 changes nothing; more than 1e-6 is another preconditioner.
 _EPSILONS = (1e-15, 1e-12, 1e-9, 1e-6)
 
 _LinAlgError: Any = torch.linalg.LinAlgError  # type: ignore[attr-defined]
@@ -25,7 +24,6 @@ class LadderReport:
     """Numbers of blocks by the rung of the retry ladder that solved them, of one or (added up) several calls.
 
     Attributes:
-        blocks: how many there were.
         float64, cpu, epsilon: solved on that rung: in float64, in float64 on the CPU, there with a growing epsilon.
         nonfinite: failed at once, since the input held a NaN or an infinity.
         failed: all failed blocks, the former included.
@@ -52,11 +50,9 @@ class LadderResult(Generic[ResultT]):
     """Result of :func:`with_ladder`.
 
     Attributes:
-        value: what the function returns, for all blocks. Failed blocks hold what the first attempt returned for them, or
-            NaN (zero in integer tensors) where it raised: keep the previous root or basis for these.
-        failed: ``(N,)`` bool, on the device of the input.
-        failed_blocks: the same as indices on the host.
-        report: counts.
+        value: the function's result for all blocks. Failed blocks hold that of the first attempt, or NaN (zero in integer
+            tensors) where it raised: keep the previous root or basis for these.
+        failed: ``(N,)`` bool, on the device of the input; ``failed_blocks`` has the same as indices on the host.
     """
 
     value: ResultT
@@ -67,10 +63,7 @@ class LadderResult(Generic[ResultT]):
 
 @torch.no_grad()
 def with_ladder(
-    fn: Callable[..., ResultT],
-    a: Tensor,
-    *aligned: Tensor,
-    optimistic: Callable[..., ResultT] | None = None,
+    fn: Callable[..., ResultT], a: Tensor, *aligned: Tensor, optimistic: Callable[..., ResultT] | None = None
 ) -> LadderResult[ResultT]:
     """``fn(a, *aligned)``, and for the blocks that it fails for, again in ever safer ways.
 
@@ -84,9 +77,8 @@ def with_ladder(
             one device, which may be float64 and the CPU. Returns a tuple, or named tuple, of tensors ``(K, ...)``.
         a: ``(N, d, d)`` symmetric, float32 or float64; not changed.
         aligned: tensors ``(N, ...)`` that ``fn`` needs as well, an old basis for example.
-        optimistic: takes and returns what ``fn`` does, for all blocks and without reading the device: it gives up where
-            ``fn`` would look closer, and reports blocks that are not finite, or not solved, in a field ``failed``. These
-            alone are then given to ``fn``. Where there are none, the ladder's read is the only one.
+        optimistic: takes and returns what ``fn`` does, for all blocks and without reading the device. It reports blocks that
+            are not finite, or not solved, in a field ``failed``, and ``fn`` gets these alone.
 
     Reads one ``(N,)`` tensor on the host. The path of a block depends on its data alone, so ranks that hold the same block
     decide alike.
@@ -106,24 +98,24 @@ def with_ladder(
     safe = identity_where_not(finite, a)
     value, raised = _first_attempt(fn, safe, aligned)
 
-    bad = _bad_blocks(value)
-    state = torch.where(finite, bad.to(torch.int8), 2).tolist()  # the one synchronisation
-    nonfinite = [index for index, code in enumerate(state) if code == 2]
-    open_blocks = [index for index, code in enumerate(state) if code == 1 or (code == 0 and index in raised)]
+    state = torch.where(finite, _bad_blocks(value).to(torch.int8), 2).tolist()  # the one synchronisation
     counts = {"float64": 0, "cpu": 0, "epsilon": 0}
-    lost = list(nonfinite)
-    for index in open_blocks:
-        rung = _climb(fn, safe, aligned, index, value)
+    lost = []
+    for index, code in enumerate(state):
+        if code == 0 and index not in raised:
+            continue
+        rung = None if code == 2 else _climb(fn, safe, aligned, index, value)
         if rung is None:
             lost.append(index)
         else:
             counts[rung] += 1
-    lost.sort()
     failed = torch.zeros_like(finite)
     if lost:
         failed[torch.tensor(lost, device=a.device)] = True
-        _mark_failed(value, failed)
-    report = LadderReport(len(state), nonfinite=len(nonfinite), failed=len(lost), **counts)
+        flag: Any = getattr(value, "failed", None)
+        if flag is not None:
+            flag |= failed
+    report = LadderReport(len(state), nonfinite=state.count(2), failed=len(lost), **counts)
     return LadderResult(value, failed, tuple(lost), report)
 
 
@@ -131,8 +123,7 @@ def _optimistic(
     fn: Callable[..., ResultT], optimistic: Callable[..., ResultT], a: Tensor, aligned: Sequence[Tensor]
 ) -> LadderResult[ResultT]:
     value = optimistic(a, *aligned)
-    reported: Any = value
-    failed: Tensor = reported.failed
+    failed: Tensor = value.failed  # type: ignore[attr-defined]
     open_blocks = [index for index, bad in enumerate(failed.tolist()) if bad]  # the one synchronisation
     if not open_blocks:
         return LadderResult(value, failed, (), LadderReport(a.shape[0]))
@@ -150,7 +141,8 @@ def _optimistic(
 def _first_attempt(fn: Callable[..., ResultT], a: Tensor, aligned: Sequence[Tensor]) -> tuple[ResultT, frozenset[int]]:
     """The result for all blocks, in tensors of its own, and the indices for which ``fn`` raised."""
     try:
-        return _rebuild(fn(a, *aligned), lambda x: x.clone()), frozenset()
+        result = fn(a, *aligned)
+        return _from_fields(result, [x.clone() for x in result]), frozenset()
     except RuntimeError as error:
         if not _is_solver_failure(error):
             raise
@@ -165,7 +157,7 @@ def _first_attempt(fn: Callable[..., ResultT], a: Tensor, aligned: Sequence[Tens
     template = next((part for part in parts if part is not None), None)
     if template is None:
         template = fn(eye_like(a).unsqueeze(0), *_block(0, *aligned))
-    blank = _rebuild(template, lambda x: torch.full_like(x, torch.nan if x.is_floating_point() else 0))
+    blank = [torch.full_like(x, torch.nan if x.is_floating_point() else 0) for x in template]
     stacked = [torch.cat(fields) for fields in zip(*(blank if part is None else part for part in parts))]
     raised = frozenset(index for index, part in enumerate(parts) if part is None)
     return _from_fields(template, stacked), raised
@@ -215,12 +207,6 @@ def _bad_blocks(result: tuple[Tensor, ...]) -> Tensor:
     return bad if failed is None else bad | failed
 
 
-def _mark_failed(result: tuple[Tensor, ...], failed: Tensor) -> None:
-    flag: Any = getattr(result, "failed", None)
-    if flag is not None:
-        flag |= failed
-
-
 def _block(index: int, *tensors: Tensor) -> list[Tensor]:
     return [x[index : index + 1] for x in tensors]
 
@@ -229,7 +215,3 @@ def _from_fields(like: ResultT, fields: Sequence[Tensor]) -> ResultT:
     cls: Any = type(like)
     result: ResultT = cls._make(fields) if hasattr(cls, "_make") else cls(fields)
     return result
-
-
-def _rebuild(result: ResultT, change: Callable[[Tensor], Tensor]) -> ResultT:
-    return _from_fields(result, [change(x) for x in result])

@@ -1,10 +1,7 @@
 """Products of 22 bits from 16-bit units, symmetric ones by half: ``A = A_1 + 2^-11 A_2`` in float16, and three products.
 
 ``A_1 B_1 + 2^-11 (A_1 B_2 + A_2 B_1)``; the product that is left out is of the size of float32's rounding. The mixed products
-are not symmetric, their sum is.
-
-Sums start at zero and ``C`` is added to them in float32, once. The units of a GPU cut what they add to a sum to the sum's
-last bit: started from ``C``, a sum of 2048 products lost 2e-5 of ``C``, always towards zero.
+are not symmetric, their sum is. Sums start at zero and ``C`` is added to them in float32, once (docs/kernels.md).
 """
 
 from __future__ import annotations
@@ -57,7 +54,6 @@ def split_product(
     """``V = alpha A B + beta C + diagonal I`` of symmetric matrices that commute, symmetric bit for bit.
 
     Args:
-        a, b: parts of ``(N, d, d)``, see :func:`split`.
         c: ``(N, d, d)`` float32, symmetric, or in parts.
         active: ``(N,)`` bool; ``V`` is zero in the other blocks.
         wide: give ``V + wide_diagonal I`` in float32. ``out``, ``(N, d, d)`` float32, takes it, and may be ``c``.
@@ -92,21 +88,17 @@ def split_product(
 def gram_product(a: Tensor, b: Tensor, *, alpha: float = 1.0, diagonal: float = 0.0) -> Tensor:
     """``alpha A^T B + diagonal I`` of float32 ``(N, d, d)`` whose product is known to be symmetric, such as a Gram matrix or
     ``Q^T A Q``: float32, symmetric bit for bit. Entries as for :func:`split`."""
-    turned = True
-    if b is a and not a.is_contiguous() and a.mT.is_contiguous():  # as factorizations leave it
-        left = right = split(a.mT)
-        turned = False
-    elif b is a:
-        left = right = split(a.contiguous())
-    else:
-        left, right = split(a.contiguous()), split(b.contiguous())
+    turned = not (b is a and not a.is_contiguous() and a.mT.is_contiguous())  # as factorizations leave it
+    left = split(a.contiguous() if turned else a.mT)
+    right = left if b is a else split(b.contiguous())
     if _on_kernels(*left, *right):
         from hf_emopt.kernels.triton.split_products import split_product as launch
 
         result = launch(left, right, alpha=alpha, diagonal=diagonal, wide=True, trans=(turned, turned))[0]
         assert result is not None
         return result
-    value = (_products(_transposed(left), right) if turned else _products(left, _transposed(right))).mul_(alpha)
+    flipped = left[0].mT, left[1].mT
+    value = (_products(flipped, right) if turned else _products(left, flipped)).mul_(alpha)
     value.diagonal(dim1=-2, dim2=-1).add_(diagonal)
     return value.tril().add_(value.tril(-1).mT)
 
@@ -129,10 +121,6 @@ def _on_kernels(*matrices: Tensor) -> bool:
     from hf_emopt.kernels.triton.split_products import takes
 
     return takes(*matrices)
-
-
-def _transposed(a: Parts) -> Parts:
-    return a[0].mT, a[1].mT
 
 
 def _products(a: Parts, b: Parts) -> Tensor:

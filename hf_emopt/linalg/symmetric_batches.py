@@ -1,7 +1,4 @@
-"""Shared by the functions of symmetric batches ``(N, d, d)``: input checks, bounds, and cheap checks of a result.
-
-Nothing here synchronises with the device.
-"""
+"""Input checks, bounds, and cheap checks of a result for symmetric batches ``(N, d, d)``, without a synchronisation."""
 
 from __future__ import annotations
 
@@ -16,10 +13,7 @@ _CHECK_NUMEL = 64 * 2**20
 
 
 def check_batch(a: Tensor, name: str, caller: str) -> None:
-    """Raises:
-    TypeError: not float32 or float64.
-    ValueError: not ``(N, d, d)``.
-    """
+    """Raises TypeError where not float32 or float64, and ValueError where not ``(N, d, d)``."""
     if a.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"{caller} computes in float32 or float64, got {name} in {a.dtype}: convert it first")
     if a.ndim != 3 or a.shape[-1] != a.shape[-2]:
@@ -55,20 +49,16 @@ def power_of_two_scale(peak: Tensor) -> Tensor:
     Division by it is exact, and after it no square of a significant entry over- or underflows.
     """
     # The exponent's bits alone are the power of two at or below a number.
-    kind, mask, highest = (
-        (torch.int32, 0x7F800000, 126) if peak.dtype == torch.float32 else (torch.int64, 0x7FF << 52, 1022)
-    )
+    single = peak.dtype == torch.float32
+    kind, mask, highest = (torch.int32, 0x7F800000, 126) if single else (torch.int64, 0x7FF << 52, 1022)
     peak = peak.nan_to_num(nan=0.0, posinf=0.0)
     scale = (peak.view(kind) & mask).view(peak.dtype).clamp(torch.finfo(peak.dtype).tiny, 2.0**highest)
     return scale.masked_fill(peak == 0, 1.0).reshape(-1, 1, 1)
 
 
 def spectral_bound(a: Tensor) -> Tensor:
-    """``(N, 1, 1)``: an upper bound on the largest eigenvalue of symmetric blocks.
-
-    The smaller of the Frobenius norm (tight for low rank) and the largest absolute row sum (tight near a multiple of the
-    identity, where the former is ``sqrt(d)`` too large).
-    """
+    """``(N, 1, 1)``: an upper bound on the largest eigenvalue of symmetric blocks, the smaller of the Frobenius norm (tight
+    for low rank) and the largest absolute row sum (tight near a multiple of the identity)."""
     frobenius = torch.linalg.vector_norm(a, dim=(-2, -1), keepdim=True)
     row_sum = torch.linalg.vector_norm(a, ord=1, dim=-1, keepdim=True).amax(-2, keepdim=True)
     return torch.minimum(frobenius, row_sum)
@@ -85,8 +75,7 @@ def random_probes(a: Tensor, count: int = 8) -> Tensor:
     """``(d, count)`` columns of signs in float64, the same for one ``d`` in every process.
 
     ``|R v|`` over such ``v`` estimates ``|R|_F`` of a matrix ``R`` that is never formed: the mean of ``|R v|^2`` is
-    ``|R|_F^2``, with a relative deviation of at most ``sqrt(2 / count)`` (Hutchinson). Checks cost two or more skinny
-    products instead of square ones, so they can afford float64.
+    ``|R|_F^2``, with a relative deviation of at most ``sqrt(2 / count)`` (Hutchinson).
     """
     return _probes(a.shape[-1], count, a.device)
 

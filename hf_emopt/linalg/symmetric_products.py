@@ -1,11 +1,8 @@
 """Products with a symmetric operand or result, the building blocks of matrix iterations.
 
-This module decides whether a kernel runs a product. Matrices are ``(m, n)`` or batches ``(B, m, n)`` of one floating
-dtype; nothing is changed in place unless ``out`` says so.
-
-:func:`syrk` and :func:`symmul` compute one triangle and mirror it: about half the work of a general product, and a result
-that is symmetric bit for bit. They run as Triton kernels where those are shown to pay, and otherwise in torch with the same
-rounding points: float32 sums, one rounding at the end, the lower triangle mirrored.
+Matrices are ``(m, n)`` or batches ``(B, m, n)`` of one floating dtype; nothing is changed in place unless ``out`` says so.
+:func:`syrk` and :func:`symmul` compute one triangle and mirror it. They run as Triton kernels where those are shown to pay,
+and otherwise in torch with the same rounding points: float32 sums, one rounding at the end, the lower triangle mirrored.
 """
 
 from __future__ import annotations
@@ -30,12 +27,8 @@ def gram(x: Tensor) -> Tensor:
 
 
 def symmetric_polynomial(a: Tensor, b: float, c: float) -> Tensor:
-    """``b A + c A A`` for symmetric ``A`` ``(..., m, m)``, rounded once.
-
-    ``c == 0`` skips the product. That is a saving, and a must: ``torch.baddbmm`` on the CPU ignores ``beta`` for
-    bfloat16 when ``alpha`` is 0 (torch 2.13).
-    """
-    if c == 0:
+    """``b A + c A A`` for symmetric ``A`` ``(..., m, m)``, rounded once."""
+    if c == 0:  # torch.baddbmm on the CPU ignores beta for bfloat16 when alpha is 0 (torch 2.13)
         return b * a
     product = torch.addmm if a.ndim == 2 else torch.baddbmm
     return product(a, a, a, beta=b, alpha=c)
@@ -47,14 +40,11 @@ def add_product(a: float, b: Tensor, x: Tensor) -> Tensor:
     return product(x, b, x, beta=a)
 
 
-# Kernels
-
-
 def kernels_pay(device: torch.device) -> bool:
     """Whether kernels can run on the device and a measured table says where they are faster there.
 
     Raises:
-        ValueError: the environment names variants of kernels, which there are no longer.
+        ValueError: the environment names variants of kernels, which are gone.
     """
     if device.type == "cpu" and "TRITON_INTERPRET" not in os.environ:
         return False
@@ -93,7 +83,6 @@ def syrk(
     Args:
         a: ``(m, k)`` or ``(B, m, k)``; with ``trans`` ``(k, m)`` or ``(B, k, m)``. Any strides; neither form is copied.
         c: ``(m, m)`` or ``(B, m, m)``, symmetric, of the result's dtype; only its lower triangle is used. May be ``out``.
-        alpha, beta, diagonal: run-time numbers; others need no compilation.
         out_dtype: dtype of the result, default that of ``out``, of ``c``, or of ``a``. bfloat16 and float16 factors may
             give a float32 result, which then accumulates without rounding: ``syrk(g, l, alpha=1 - b, beta=b, out=l)``.
         out: where the result goes, of the result's shape and dtype, rows contiguous.
@@ -120,8 +109,8 @@ def symmul(
 ) -> Tensor:
     """``alpha A B^T + beta C + diagonal I`` for factors whose product ``A B^T`` is symmetric.
 
-    The product of symmetric matrices is symmetric when they commute, as polynomials of one matrix do; that it is so is up to
-    the caller, since half of it is never computed. Arguments as for :func:`syrk`; ``b`` has the shape of ``a``.
+    The product of symmetric matrices is symmetric when they commute, as polynomials of one matrix do. Half of it is never
+    computed, so nothing checks that. Arguments as for :func:`syrk`; ``b`` has the shape of ``a``.
     """
     dtype = _result_dtype(a, c, out_dtype, out)
     _check_product(a, b, c, out, dtype)
@@ -141,7 +130,7 @@ def accumulate_gram(
         a: ``(B, m, k)`` bfloat16 or float16, any strides.
         scale: ``(B,)`` float32, ``s``, such that neither ``alpha s^2`` nor its inverse leaves float32; or 0 for a matrix that
             is zero, and then ``C`` is exactly ``beta C``.
-        beta: ``(B,)`` float32, on the device as ``scale`` is: no host sees either.
+        beta: ``(B,)`` float32.
     """
     if _on_kernels(a, a, c, c, backend):
         from hf_emopt.kernels.triton.symmetric_product import symmetric_product
@@ -160,9 +149,7 @@ def is_plain(*tensors: Tensor | None) -> bool:
 
 
 def _result_dtype(a: Tensor, c: Tensor | None, out_dtype: torch.dtype | None, out: Tensor | None) -> torch.dtype:
-    given = {
-        x for x in (out_dtype, None if out is None else out.dtype, None if c is None else c.dtype) if x is not None
-    }
+    given = {x.dtype for x in (c, out) if x is not None} | ({out_dtype} if out_dtype else set())
     if len(given) > 1:
         names = ", ".join(sorted(str(x).removeprefix("torch.") for x in given))
         raise ValueError(f"c, out and out_dtype must agree on the result's dtype, got {names}")
@@ -226,13 +213,7 @@ def symmul_into(
         return out
     if a.is_cuda and a.dtype in _HALF and out.dtype == a.dtype and alpha != 0.0:
         # One general product with the same sums; only the lower triangle of it counts.
-        into = (torch.mm if a.ndim == 2 else torch.bmm) if c is None and alpha == 1.0 else None
-        if into is not None:
-            into(a, b.mT, out=out)
-        else:
-            (torch.addmm if a.ndim == 2 else torch.baddbmm)(
-                out if c is None else c, a, b.mT, beta=0.0 if c is None else beta, alpha=alpha, out=out
-            )
+        general_into(a, b.mT, out, alpha, c, beta)
         if diagonal != 0.0:
             out.diagonal(dim1=-2, dim2=-1).add_(diagonal)
         return out.copy_(out.tril() + out.tril(-1).mT)
@@ -240,6 +221,16 @@ def symmul_into(
     if c is not None:
         value.add_(c, alpha=beta)
     return out.copy_(_mirrored(value, diagonal, out.dtype))
+
+
+def general_into(
+    a: Tensor, b: Tensor, out: Tensor, alpha: float = 1.0, c: Tensor | None = None, beta: float = 0.0
+) -> Tensor:
+    """``out = alpha A B + beta C``, by torch."""
+    if c is None and alpha == 1.0:
+        return (torch.mm if a.ndim == 2 else torch.bmm)(a, b, out=out)
+    product = torch.addmm if a.ndim == 2 else torch.baddbmm
+    return product(out if c is None else c, a, b, beta=0.0 if c is None else beta, alpha=alpha, out=out)
 
 
 def _wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
@@ -273,30 +264,27 @@ def normalize_cast(
     Args:
         x: ``(m, n)`` or ``(B, m, n)``, float32, bfloat16 or float16 (others through torch).
         dtype: of the result, which is contiguous unless ``x`` is the transpose of a contiguous tensor.
-        out: where the result goes, with the strides that it would have.
+        out: takes the result, with the strides that it would have.
     """
     if x.ndim not in (2, 3):
         raise ValueError(f"normalize_cast needs (m, n) or (B, m, n), got {tuple(x.shape)}")
     if not is_plain(x) and out is None:
         return torch.ops.hf_emopt.normalize_cast(x, dtype, factor, backend)
-    if out is None:
-        out = normalized_like(x, dtype)
-    _normalize_cast_into(x, factor, out, backend)
-    return out
+    return _normalize_cast_into(x, factor, normalized_like(x, dtype) if out is None else out, backend)
 
 
-def is_transposed(x: Tensor) -> bool:
-    """Whether it is the transpose of a contiguous tensor."""
+def _is_transposed(x: Tensor) -> bool:
     return x.stride(-1) != 1 and x.mT.is_contiguous()
 
 
 def normalized_like(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Memory for a normalized ``x``: contiguous, or the transpose of that where ``x`` is."""
-    return torch.empty_like(x.mT, dtype=dtype).mT if is_transposed(x) else x.new_empty(x.shape, dtype=dtype)
+    """Memory for a normalized ``x``: contiguous, or the transpose of a contiguous tensor where ``x`` is one."""
+    return torch.empty_like(x.mT, dtype=dtype).mT if _is_transposed(x) else x.new_empty(x.shape, dtype=dtype)
 
 
-def _normalize_cast_into(x: Tensor, factor: float, out: Tensor, backend: Backend) -> None:
-    if is_transposed(x):
+def _normalize_cast_into(x: Tensor, factor: float, out: Tensor, backend: Backend) -> Tensor:
+    given = out
+    if _is_transposed(x):
         x, out = x.mT, out.mT
     fits = x.dtype in (torch.float32, *_HALF) and out.dtype in (torch.float32, *_HALF) and x.numel() > 0
     if backend == "triton" and not (fits and runtime.supported(x.device)):
@@ -306,7 +294,7 @@ def _normalize_cast_into(x: Tensor, factor: float, out: Tensor, backend: Backend
 
         source = x.contiguous()
         launch(*((source, factor, out) if x.ndim == 3 else (source[None], factor, out[None])))
-        return
+        return given
     wide = x if x.dtype == torch.float64 else x.float()
     peak: Tensor = torch.linalg.vector_norm(wide, ord=float("inf"), dim=(-2, -1), keepdim=True)
     # A power of two, so that dividing by it is exact.
@@ -315,9 +303,10 @@ def _normalize_cast_into(x: Tensor, factor: float, out: Tensor, backend: Backend
     norm: Tensor = torch.linalg.vector_norm(y, dim=(-2, -1), keepdim=True)
     norm.masked_fill_(norm.isinf(), float("nan")).masked_fill_(norm == 0, 1.0)
     out.copy_(y * (factor / norm))
+    return given
 
 
-# Operators, for torch.compile and for tensor subclasses, which then meet a rule of theirs or an error of torch's
+# Operators for torch.compile and for tensor subclasses
 
 
 @torch.library.custom_op("hf_emopt::symmul", mutates_args=())
@@ -351,9 +340,7 @@ def _(
 
 @torch.library.custom_op("hf_emopt::normalize_cast", mutates_args=())
 def _normalize_cast_op(x: Tensor, dtype: torch.dtype, factor: float, backend: str) -> Tensor:
-    out = normalized_like(x, dtype)
-    _normalize_cast_into(x, factor, out, backend)  # type: ignore[arg-type]
-    return out
+    return _normalize_cast_into(x, factor, normalized_like(x, dtype), backend)  # type: ignore[arg-type]
 
 
 @_normalize_cast_op.register_fake

@@ -27,19 +27,19 @@ if INTERPRETING:
         from hf_emopt.kernels.triton import multi_tensor_kernels as run_launch
 
         counts: Counter[str] = Counter()
-        plain = run_launch._launch
+        plain = run_launch.launch_spans
 
         def counted(kernel: Any, *args: Any) -> None:
             counts[kernel.__name__] += 1
             plain(kernel, *args)
 
-        run_launch._launch = counted
+        run_launch.launch_spans = counted
         try:
             model = wrap(zoo(), layout)
             optimizer = build(model, rule)
             train(model, optimizer, steps)
         finally:
-            run_launch._launch = plain
+            run_launch.launch_spans = plain
         buckets = len(optimizer.current_context().plan.buckets)
         return {"weights": weights(model), "counts": dict(counts), "buckets": buckets}
 

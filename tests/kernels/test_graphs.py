@@ -121,9 +121,9 @@ def test_graphs_of_all_shapes_share_a_room(
     known = [one for one in cuda_graphs._recordings.values() if isinstance(one, cuda_graphs._Recording)]
     assert len(known) == len(cuda_graphs._recordings) == len(shapes)
     (room,) = rooms.values()
-    used = {t.untyped_storage().data_ptr() for one in known for t in (*one.sources, *one.result)}
+    used = {t.untyped_storage().data_ptr() for one in known for t in (*one.sources, *one.results)}
     assert used == {room.buffer.untyped_storage().data_ptr()}
-    assert room.buffer.numel() == max(sum(map(cuda_graphs._room_of, (*one.sources, *one.result))) for one in known)
+    assert room.buffer.numel() == max(sum(map(cuda_graphs._room_of, (*one.sources, *one.results))) for one in known)
 
 
 def test_too_many_shapes_are_forgotten(rooms: dict[Any, FakeRoom], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,7 @@ def test_results_belong_to_the_caller_and_follow_the_input() -> None:
             torch.testing.assert_close(value, root(a)[0], rtol=1e-5, atol=1e-5)
             assert not failed.any()
     held = cuda_graphs._replays
-    assert sum(isinstance(known, cuda_graphs._Replay) for known in held.values()) == 4
+    assert sum(isinstance(known, cuda_graphs._Recording) for known in held.values()) == 4
     assert len(cuda_graphs._rooms) == 1
 
 
@@ -83,7 +83,9 @@ def test_large_batches_are_replayed_in_parts(monkeypatch: pytest.MonkeyPatch) ->
         value, failed = replayed("root", (a,), root)
         torch.testing.assert_close(value, root(a)[0], rtol=1e-5, atol=1e-5)
         assert failed.shape == (7,)
-    assert sum(isinstance(known, cuda_graphs._Replay) for known in cuda_graphs._replays.values()) == 2  # of 3 and of 2
+    assert (
+        sum(isinstance(known, cuda_graphs._Recording) for known in cuda_graphs._replays.values()) == 2
+    )  # of 3 and of 2
 
 
 def test_large_matrices_and_the_variable_are_launched(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +110,7 @@ for _ in range(4):
 for _ in range(3):
     assert torch.equal(replayed("squares", (a,), lambda x: (x @ x,))[0], a @ a)
 assert len(said) == 1 and "HF_EMOPT_DISABLE_CUDA_GRAPHS" in said[0].getMessage()
-assert not any(isinstance(known, cuda_graphs._Replay) for known in cuda_graphs._replays.values())
+assert not any(isinstance(known, cuda_graphs._Recording) for known in cuda_graphs._replays.values())
 assert torch.randn(3, device="cuda").isfinite().all()
 torch.cuda.empty_cache()
 """
@@ -135,7 +137,7 @@ def test_weights_are_those_without_graphs(cls: type, monkeypatch: pytest.MonkeyP
         return [p.detach().clone() for p in model.parameters()]
 
     graphs = run()
-    assert any(isinstance(known, cuda_graphs._Replay) for known in cuda_graphs._replays.values())
+    assert any(isinstance(known, cuda_graphs._Recording) for known in cuda_graphs._replays.values())
     cuda_graphs.clear()
     monkeypatch.setenv(DISABLE_VARIABLE, "1")
     for with_graphs, without in zip(graphs, run()):

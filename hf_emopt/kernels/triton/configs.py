@@ -43,8 +43,7 @@ class Config:
 
 @dataclass(frozen=True)
 class Entry:
-    """A measured problem, with or without ``+ beta C``, its best configuration, the milliseconds of that, and those of the
-    vendor's general product."""
+    """A measured problem, its best configuration, the milliseconds of that, and those of the vendor's general product."""
 
     batch: int
     m: int
@@ -72,16 +71,12 @@ CANDIDATES: dict[int, tuple[Config, ...]] = {
         # Three programs a multiprocessor: tiles on the diagonal, which have code of their own, leave the registers.
         Config(128, 128, 64, 4, 2),
     ),
-    100: (
-        Config(128, 128, 64, 4, 3),
-        Config(128, 128, 64, 8, 3),
-    ),
+    100: (Config(128, 128, 64, 4, 3), Config(128, 128, 64, 8, 3)),
 }
 # Without a measurement: what the sizes suggest.
 _DEFAULT = Config(128, 128, 64, 4, 3)
 _INTERPRETED = Config(32, 32, 32, 4, 1, group=2)
-# Float32 results on sm_90: where there are two tiles or more for every multiprocessor, and below. 16 results of 2048 x 2048
-# of that depth, added to, take 18.5 and 21.4 microseconds each on an H200, and 24.7 with the 128 x 128 of the table.
+# Float32 results on sm_90: where there are two tiles or more for every multiprocessor, and below.
 _MULTIPROCESSORS = 132  # of the cards that the tables were measured on
 WIDE = Config(128, 256, 64, 8, 4)
 WIDE_FEW = Config(64, 128, 64, 4, 4)
@@ -93,8 +88,7 @@ def family(architecture: int) -> int:
 
 
 def chosen_table() -> str:
-    """Another table than the shipped ones, from the environment; empty for none. Read at every call, so that a
-    measurement can change it."""
+    """Another table than the shipped ones, from the environment as it is now; empty for none."""
     return variable(TABLE_VARIABLE)
 
 
@@ -151,11 +145,8 @@ def save_table(path: Path, entries: list[Entry], **facts: Any) -> None:
 
 @functools.lru_cache(maxsize=4096)
 def choose(architecture: int | None, batch: int, m: int, k: int, with_c: bool = False) -> Config:
-    """The configuration for ``batch`` products of ``(m, k)``: that of the nearest measured problem.
-
-    Args:
-        architecture: compute capability as one number; ``None`` when interpreting.
-    """
+    """The configuration for ``batch`` products of ``(m, k)``: that of the nearest measured problem. ``architecture`` is the
+    compute capability as one number; ``None`` when interpreting."""
     if architecture is None:
         return _INTERPRETED
     entries = [entry for entry in load_table(architecture) if entry.with_c == with_c]

@@ -1,10 +1,7 @@
 """Factors of 16-bit products for Shampoo and SOAP: matrices are rounded in as many passes as they have to be read.
 
-The passes take 11 microseconds for a matrix of 2048 on an H200, torch's functions 22.5. With the products of these factors
-that is half of a Shampoo step: 212 to 98 ms busy, 1.1 B on one H200 (docs/performance.md).
-
 A matrix is divided by the power of two of its largest entry: one pass finds that, unless it is known, another rounds. A
-step of a coupled iteration needs one pass, which writes both factors of its products.
+step of a coupled iteration needs one pass, which writes both factors of its products. Times are in docs/kernels.md.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
@@ -17,11 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_emopt.kernels.triton.launching import launch, specialization
+from hf_emopt.kernels.triton.launching import launch_pass
 from hf_emopt.kernels.triton.runtime import multiprocessors
 
 BLOCK = 4096
-OPTIONS = {"num_warps": 8}
 
 
 @triton.jit
@@ -184,14 +180,8 @@ def programs_of(size: int, batch: int, device: torch.device) -> int:
 
 
 def scaled_half(x: Tensor, least: float, largest: float, peak: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """``X / s`` and ``s`` of every matrix, as :func:`hf_emopt.linalg.matmul_precision.scaled_half` says.
-
-    Args:
-        x: ``(N, m, n)`` or ``(N, count, m, n)``, which :func:`takes`.
-
-    Returns:
-        ``(N * count, m, n)`` float16 and ``(N * count,)`` float32.
-    """
+    """``X / s`` and ``s`` of every matrix, as :func:`hf_emopt.linalg.matmul_precision.scaled_half` says: for ``(N, m, n)`` or
+    ``(N, count, m, n)``, which :func:`takes`, ``(N * count, m, n)`` float16 and ``(N * count,)`` float32."""
     x = x if x.ndim == 4 else x[:, None]
     outer, count, rows, cols = x.shape
     batch, size = outer * count, rows * cols
@@ -201,46 +191,31 @@ def scaled_half(x: Tensor, least: float, largest: float, peak: Tensor | None = N
     half = torch.empty(batch, rows, cols, dtype=torch.float16, device=x.device)
     programs = programs_of(size, batch, x.device)
     integers = (size, cols, count, programs, *x.stride()[:3])
+    grid = batch * programs
     if peak is None:
-        key = ("largest", specialization((x, bits), integers), flat, x.device)
-        launch(largest_kernel, key, batch * programs, (x, bits, *integers, flat, BLOCK), OPTIONS, x.device)
-    key = ("scaled_half", specialization((x, bits, half, scale), integers), flat, x.device)
-    arguments = (x, bits, half, scale, *integers, least, largest, flat, BLOCK)
-    launch(scaled_half_kernel, key, batch * programs, arguments, OPTIONS, x.device)
+        launch_pass(largest_kernel, grid, (x, bits), integers, (), (flat, BLOCK))
+    launch_pass(scaled_half_kernel, grid, (x, bits, half, scale), integers, (), (least, largest, flat, BLOCK))
     return half, scale
 
 
 def factors(e: Tensor, lift: float, slope: float, active: Tensor | None) -> tuple[Tensor, Tensor]:
     """``lift I + slope E``, zero where not ``active``, and ``I + E`` in float16 of ``(N, d, d)`` contiguous float32.
-
-    Args:
-        active: ``(N,)`` bool; ``None`` where all are, and then ``lift`` is zero.
-    """
+    ``active`` is ``(N,)`` bool, or ``None`` where all are, and then ``lift`` is zero."""
     batch, d = e.shape[:2]
     first, second = (torch.empty(e.shape, dtype=torch.float16, device=e.device) for _ in range(2))
     programs = programs_of(d * d, batch, e.device)
-    integers = (d * d, d, programs)
-    lifted = active is not None
-    tensors = (e, e if active is None else active, first, second)
-    key = ("factors", specialization(tensors, integers), lifted, e.device)
-    arguments = (*tensors, *integers, lift, slope, lifted, BLOCK)
-    launch(factors_kernel, key, batch * programs, arguments, OPTIONS, e.device)
+    tensors, constants = (e, e if active is None else active, first, second), (active is not None, BLOCK)
+    launch_pass(factors_kernel, batch * programs, tensors, (d * d, d, programs), (lift, slope), constants)
     return first, second
 
 
 def times(x: Tensor, scale: Tensor, out: Tensor) -> Tensor:
-    """``out = s X`` of every matrix.
-
-    Args:
-        x: ``(N * count, m, n)``, contiguous float32.
-        scale: ``(N * count,)`` float32.
-        out: ``(N, count, m, n)`` float32, which :func:`takes`; may be ``x``.
-    """
+    """``out = s X`` of every matrix: ``(N * count, m, n)`` contiguous and ``(N * count,)`` into ``(N, count, m, n)``, which
+    :func:`takes`, all float32. ``out`` may be ``x``."""
     count, rows, cols = out.shape[1:]
     batch, size = x.shape[0], rows * cols
     flat = rows == 1 or out.stride(2) == cols
     programs = programs_of(size, batch, x.device)
     integers = (size, cols, count, programs, *out.stride()[:3])
-    key = ("times", specialization((x, scale, out), integers), flat, x.device)
-    launch(times_kernel, key, batch * programs, (x, scale, out, *integers, flat, BLOCK), OPTIONS, x.device)
+    launch_pass(times_kernel, batch * programs, (x, scale, out), integers, (), (flat, BLOCK))
     return out

@@ -1,11 +1,8 @@
 """Elementwise passes over many tensors in one launch: the kernels behind :mod:`hf_emopt.kernels.multi_tensor`.
 
-Elements are given as *flat spans*: stretches of consecutive elements, each with an address in every list of tensors that
-takes part. Addresses are in device memory, so one binary serves any number of tensors. A program works on one chunk of one
-span.
-
-Products and sums come in the order of torch's own foreach functions and are rounded one by one (launched without contraction
-into fused multiply-adds), so that a result is the same wherever in memory its tensors are.
+Addresses of flat spans are in device memory, so one binary serves any number of tensors. A program works on one chunk of a
+span. Products and sums come in the order of torch's own foreach functions and are rounded one by one (launched without
+contraction into fused multiply-adds), so that a result is the same wherever in memory its tensors are.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
@@ -19,8 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_emopt.kernels.multi_tensor_table import Prepared
-from hf_emopt.kernels.triton.launching import launch, specialization
+from hf_emopt.kernels.triton.launching import Prepared, launch, specialization
 
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 # Sums are rounded as torch rounds them.
@@ -177,64 +173,17 @@ def finite_kernel(
         tl.store(flag_ptr, 0)
 
 
-def _launch(kernel: Any, prepared: Prepared, arguments: tuple[Any, ...], constants: tuple[Any, ...]) -> None:
+def launch_spans(
+    kernel: Any,
+    prepared: Prepared,
+    lists: Sequence[Sequence[Tensor]],
+    arguments: tuple[Tensor | float, ...],
+    constants: tuple[Any, ...],
+) -> None:
+    """Launches a kernel over flat spans of these lists, whose dtypes are its first constants."""
     tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+    constants = (*(_TYPES[tensors[0].dtype] for tensors in lists), *constants)
     key = (kernel.__name__, *constants, prepared.aligned, prepared.run_of.device, specialization(tensors, ()))
     tables = (prepared.run_of, prepared.start_of, prepared.numel_of, *prepared.addresses)
     every = (*tables, *arguments, *constants, prepared.aligned, prepared.block)
-    launch(kernel, key, prepared.count, every, _OPTIONS, prepared.run_of.device)
-
-
-def _flag(ok: Tensor | None, otherwise: Tensor) -> Tensor:
-    return otherwise if ok is None else ok.view(torch.uint8)
-
-
-def launch_momentum(
-    prepared: Prepared,
-    grads: Sequence[Tensor],
-    buffers: Sequence[Tensor],
-    outs: Sequence[Tensor],
-    momentum: float,
-    nesterov: bool,
-    ok: Tensor | None,
-) -> None:
-    """See :meth:`~hf_emopt.kernels.multi_tensor.Runs.momentum`."""
-    types = tuple(_TYPES[tensors[0].dtype] for tensors in (grads, buffers, outs))
-    arguments = (_flag(ok, prepared.run_of.view(torch.uint8)), momentum, 1.0 - momentum)
-    _launch(momentum_kernel, prepared, arguments, (*types, nesterov, ok is not None))
-
-
-def launch_copy(
-    prepared: Prepared,
-    source: Sequence[Tensor],
-    target: Sequence[Tensor],
-    scales: Tensor | None,
-    ok: Tensor | None = None,
-) -> None:
-    """See :meth:`~hf_emopt.kernels.multi_tensor.Runs.to_right`."""
-    types = (_TYPES[source[0].dtype], _TYPES[target[0].dtype])
-    arguments = (prepared.numel_of if scales is None else scales, _flag(ok, prepared.run_of.view(torch.uint8)))
-    _launch(copy_kernel, prepared, arguments, (*types, scales is not None, ok is not None))
-
-
-def launch_apply(
-    prepared: Prepared,
-    weights: Sequence[Tensor],
-    updates: Sequence[Tensor],
-    scales: Tensor | None,
-    lr: float,
-    shrink: float,
-    decay: int,
-    ok: Tensor | None,
-) -> None:
-    """See :meth:`~hf_emopt.kernels.multi_tensor.Runs.apply`."""
-    types = (_TYPES[weights[0].dtype], _TYPES[updates[0].dtype])
-    factors = prepared.numel_of if scales is None else scales
-    arguments = (factors, _flag(ok, prepared.run_of.view(torch.uint8)), lr, shrink if decay == 3 else 1.0 - shrink)
-    constants = (*types, scales is not None, decay, ok is not None)
-    _launch(apply_kernel, prepared, arguments, constants)
-
-
-def launch_finite(prepared: Prepared, tensors: Sequence[Tensor], flag: Tensor) -> None:
-    """See :func:`~hf_emopt.kernels.multi_tensor.all_finite`."""
-    _launch(finite_kernel, prepared, (flag,), (_TYPES[tensors[0].dtype],))
+    launch(kernel, key, prepared.programs, every, _OPTIONS, prepared.run_of.device)

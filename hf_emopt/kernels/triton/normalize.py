@@ -1,7 +1,4 @@
-"""Normalization with a cast: memory-bound passes over float data.
-
-The two launches take 12 to 19 % of an orthogonalization of batches of sides of 768 and 1024 on an H200, at 10 bytes an
-element; torch's functions move 26 bytes an element for the same (docs/kernels.md).
+"""Normalization with a cast, in two passes over memory (docs/kernels.md).
 
 The norm is taken in float32 with the power of two of the largest element split off, block by block, so that squares
 neither overflow nor vanish, and partial sums are added in a fixed order: the result does not depend on timing.
@@ -10,14 +7,12 @@ neither overflow nor vanish, and partial sums are added in a fixed order: the re
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_emopt.kernels.triton.launching import launch, specialization
+from hf_emopt.kernels.triton.launching import launch_pass
 from hf_emopt.kernels.triton.runtime import multiprocessors
 
 _BLOCK = 4096
@@ -123,13 +118,8 @@ def normalize_cast(x: Tensor, factor: float, out: Tensor) -> Tensor:
     chunks = -(-size // chunk)
     exponents = torch.empty(batch * chunks, dtype=torch.int32, device=x.device)
     sums = torch.empty(batch * chunks, dtype=torch.float32, device=x.device)
-    options = {"num_warps": 8}
-    arguments: tuple[Any, ...] = (x, exponents, sums, size, chunks, x.stride(0), chunk, _BLOCK)
-    key: tuple[Any, ...] = ("sum_of_squares", specialization(arguments[:3], arguments[3:6]), chunk, x.device)
-    launch(sum_of_squares_kernel, key, batch * chunks, arguments, options, x.device)
-    integers = (size, chunks, x.stride(0), out.stride(0))
-    parts = 1 << max(0, (chunks - 1).bit_length())
-    key = ("cast", specialization((x, out, exponents, sums), integers), chunk, parts, x.device)
-    arguments = (x, out, exponents, sums, *integers, factor, chunk, _BLOCK, parts)
-    launch(cast_kernel, key, batch * chunks, arguments, options, x.device)
+    grid, integers = batch * chunks, (size, chunks, x.stride(0))
+    launch_pass(sum_of_squares_kernel, grid, (x, exponents, sums), integers, (), (chunk, _BLOCK))
+    constants = (chunk, _BLOCK, 1 << max(0, (chunks - 1).bit_length()))
+    launch_pass(cast_kernel, grid, (x, out, exponents, sums), (*integers, out.stride(0)), (factor,), constants)
     return out

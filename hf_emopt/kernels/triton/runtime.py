@@ -1,7 +1,7 @@
 """Whether Triton kernels can and may run, and small things that every launch needs.
 
-The package works without Triton: this module, :mod:`configs`, :mod:`descriptors` and :mod:`launching` import it in functions
-only, and the modules with kernels are imported where one is launched.
+The package works without Triton: this module, :mod:`configs` and :mod:`launching` import it in functions only, and the
+modules with kernels are imported where one is launched.
 """
 
 from __future__ import annotations
@@ -19,11 +19,8 @@ _NOTHING: AbstractContextManager[object] = contextlib.nullcontext()
 
 
 def variable(name: str, default: str = "") -> str:
-    """A variable of the environment as it is now, so that a test or a debugging session can change it.
-
-    A step asks some hundreds of times. ``os.environ.get`` encodes the name each time, and raises and catches an error where
-    there is no such variable; the dictionary under ``os.environ`` does neither.
-    """
+    """A variable of the environment as it is now, so that a test or a debugging session can change it."""
+    # A step asks some hundreds of times, and os.environ.get encodes the name and catches an error each time.
     try:
         found = os.environ._data.get(_encoded(name))  # type: ignore[attr-defined]
     except AttributeError:  # another Python's, or a plain dictionary in its place
@@ -80,7 +77,7 @@ def on(device: torch.device) -> AbstractContextManager[object]:
 
 
 def current_stream(device: torch.device) -> int:
-    """Address of a device's current stream, asked for as Triton does; 0 for the CPU. ``torch.cuda`` would make an object."""
+    """Address of a device's current stream; 0 for the CPU."""
     if device.type != "cuda":
         return 0
     return torch._C._cuda_getCurrentRawStream(torch.cuda.current_device() if device.index is None else device.index)

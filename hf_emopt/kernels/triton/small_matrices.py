@@ -1,8 +1,7 @@
 """Gram Newton-Schulz of one small matrix by one program: attention heads, LoRA factors, small experts.
 
-The matrix has a short side of at most 64. Its Gram matrix and everything made of it stay on chip; the matrix itself is read
-twice to scale it and form ``R``, and once between two restarts to apply ``Q``. One launch does a whole batch and allocates
-nothing, where the general way takes some twenty launches.
+The short side is at most 64, and the Gram matrix and everything made of it stay on chip. The matrix itself is read twice to
+scale it and form ``R``, and once between two restarts to apply ``Q``.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
@@ -141,23 +140,15 @@ def _on_device(coefficients: tuple[float, ...], bounds: tuple[int, ...], device:
 def small_gram_newton_schulz(
     x: Tensor, coefficients: Sequence[float], restarts: Sequence[int], safety_factor: float, out: Tensor
 ) -> Tensor:
-    """Orthogonalizes ``(B, m, n)`` with ``min(m, n) <= 64`` into float16 ``out``, one program a matrix.
-
-    Any strides; ``x`` in float32, bfloat16 or float16.
-    """
+    """Orthogonalizes ``(B, m, n)`` with ``min(m, n) <= 64`` into float16 ``out``, one program a matrix. Any strides; ``x`` is
+    float32, bfloat16 or float16."""
     wide, result = (x.mT, out.mT) if x.shape[-2] > x.shape[-1] else (x, out)
     batch, m, n = wide.shape
     side = max(16, 1 << (m - 1).bit_length())
     bounds = (0, *restarts, len(coefficients) // 3)
     numbers, device_bounds = _on_device(tuple(coefficients), bounds, x.device)
     small_gram_newton_schulz_kernel[(batch,)](
-        wide,
-        result,
-        numbers,
-        device_bounds,
-        len(bounds) - 1,
-        m,
-        n,
+        *(wide, result, numbers, device_bounds, len(bounds) - 1, m, n),
         *wide.stride(),
         *result.stride(),
         safety_factor,

@@ -1,10 +1,7 @@
 """Products of split factors, ``A = A_1 + 2^-11 A_2``, with everything that a step of a coupled iteration does to them.
 
-Saves half of the products of Shampoo's roots at small epsilons: 276 to 136 ms of a Shampoo step of 1.1 B on one H200; and
-230 to 196 ms of SOAP's (docs/performance.md).
-
 A step of the inner loop has three products of two blocks each, into two sums: ``A_1 B_1``, and ``A_1 B_2 + A_2 B_1``. Both
-start at zero, since tensor cores cut what they add to a sum to the sum's last bit.
+start at zero, since tensor cores cut what they add to a sum to the sum's last bit. Times are in docs/kernels.md.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
@@ -20,9 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_emopt.kernels.triton.configs import LOW, family
-from hf_emopt.kernels.triton.descriptors import describable, descriptor
-from hf_emopt.kernels.triton.half_precision import BLOCK, OPTIONS, programs_of
-from hf_emopt.kernels.triton.launching import launch, specialization
+from hf_emopt.kernels.triton.half_precision import BLOCK, programs_of
+from hf_emopt.kernels.triton.launching import describable, descriptor, launch, launch_pass
 from hf_emopt.kernels.triton.runtime import architecture, interpreting
 from hf_emopt.kernels.triton.symmetric_product import dot, tile_table
 
@@ -176,10 +172,7 @@ def split(x: Tensor, scale: float, diagonal: float) -> Parts:
     batch, d = x.shape[:2]
     high, low = (torch.empty(x.shape, dtype=torch.float16, device=x.device) for _ in range(2))
     programs = programs_of(d * d, batch, x.device)
-    integers = (d * d, d, programs)
-    key = ("split", specialization((x, high, low), integers), x.device)
-    arguments = (x, high, low, *integers, scale, diagonal, LOW, BLOCK)
-    launch(split_kernel, key, batch * programs, arguments, OPTIONS, x.device)
+    launch_pass(split_kernel, batch * programs, (x, high, low), (d * d, d, programs), (scale, diagonal), (LOW, BLOCK))
     return high, low
 
 
@@ -199,12 +192,8 @@ def split_product(
     trans: tuple[bool, bool] = (False, False),
     symmetric: bool = True,
 ) -> tuple[Tensor | None, Parts | None]:
-    """See :func:`hf_emopt.linalg.split_products.split_product`; of matrices which :func:`takes`.
-
-    Args:
-        trans: whether the tensors hold the transpose of A, and B itself instead of its transpose.
-        symmetric: one triangle of the product is computed, and mirrored.
-    """
+    """See :func:`hf_emopt.linalg.split_products.split_product`; of matrices which :func:`takes`. ``trans``: whether the
+    tensors hold the transpose of A, and B itself instead of its transpose."""
     side, block_k = (32, 32) if interpreting() else (_SIDE, _BLOCK_K)
     like = a[0]
     batch, d = like.shape[:2]
@@ -228,19 +217,8 @@ def split_product(
         square(second),
         square(out),
         *(square(x) for x in new or (None, None)),
-        active,
-        tiles,
-        count,
-        d,
-        alpha,
-        beta,
-        diagonal,
-        wide_diagonal,
-        *kinds,
-        LOW,
-        side,
-        block_k,
-        interpreting(),
+        *(active, tiles, count, d, alpha, beta, diagonal, wide_diagonal),
+        *(*kinds, LOW, side, block_k, interpreting()),
     )
     aligned = active is None or active.data_ptr() % 16
     key = ("split product", kinds, d % 16 == 0, d == 1, aligned, like.device)

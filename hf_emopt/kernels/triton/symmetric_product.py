@@ -1,24 +1,13 @@
 """Symmetric products ``D = alpha A B^T + beta C + diagonal I``: the lower triangle is computed, the upper one mirrored.
 
-A product takes 0.47 to 0.77 of the time of cuBLAS's general product on an H200, for batches of sides from 768 on and single
-matrices from 2048 on (tables/sm_90.json). With the Gram form, a Muon step of a Llama of 1.1 B on two H200 under FSDP2 takes
-0.60 of the time of one on dion's kernels (docs/kernels.md).
+A table of tile coordinates has the tiles that touch the lower triangle. Elements above the diagonal are never taken from a
+product, in diagonal tiles too, so that ``D`` is symmetric bit for bit: an iteration on matrices that are symmetric only up
+to rounding amplifies the difference. A tile of two squares that the diagonal enters has one square above it; only the other
+is computed, by programs that come last, so that two of them take the time of one whole tile.
 
-Only tiles that touch the lower triangle are launched, by a table of tile coordinates, so no program exits idle and any
-order of tiles is a table. Elements above the diagonal are never taken from a product: they are the mirror of those below,
-in diagonal tiles too, so that ``D`` is symmetric bit for bit. An iteration on matrices that are symmetric only up to
-rounding amplifies the difference.
-
-A tile twice as wide as high (or as high as wide) that the diagonal enters has one square below it and one above: only the
-square on the diagonal is computed, by programs that come last, so that two of them take the time of one whole tile.
-Tiles on the diagonal of ``A A^T`` read their block once, which saves 4 to 7 % of an orthogonalization of side 2048 (H200).
-
-``beta C`` is where the sums of 16-bit results start, not what is added at their end, when the registers hold a whole tile
-already. To float32 results it is added at the end (``C_LAST``), by squares: tensor cores cut what they add to a sum to the
-sum's last bit, and started from ``C``, 2048 products lost 2e-5 of it, always towards zero.
-
-Loads and stores go by tensor descriptors (the copy engine of sm_90 and later). ``alpha``, ``beta`` and the diagonals are
-run-time values: one binary serves every coefficient.
+The sums of 16-bit results start from ``beta C``: at their end the registers hold a whole tile already. To float32 results it
+is added at the end (``C_LAST``), by squares: tensor cores cut what they add to a sum to the sum's last bit. ``alpha``,
+``beta`` and the diagonals are run-time values: one binary serves every coefficient. Times are in docs/kernels.md.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
@@ -34,8 +23,7 @@ from torch import Tensor
 
 from hf_emopt.kernels.triton import configs
 from hf_emopt.kernels.triton.configs import Config
-from hf_emopt.kernels.triton.descriptors import describable, descriptor
-from hf_emopt.kernels.triton.launching import launch, specialization
+from hf_emopt.kernels.triton.launching import describable, descriptor, launch, specialization
 from hf_emopt.kernels.triton.runtime import architecture, interpreting
 
 
@@ -233,7 +221,7 @@ def _tiles(m: int, block_m: int, block_n: int, group: int) -> tuple[tuple[int, i
     side = min(block_m, block_n)
 
     def half(tile: tuple[int, int]) -> bool:
-        """One of its two squares is above the diagonal: half the work, and last, to fill what the others leave."""
+        """Whether one of its two squares is above the diagonal."""
         return block_m != block_n and tile[0] * block_m + (block_m > block_n) * side == tile[1] * block_n
 
     return tuple(sorted(touching, key=lambda t: (half(t), t[0] // side_m, t[1] // side_n, t[0], t[1])))
@@ -241,8 +229,8 @@ def _tiles(m: int, block_m: int, block_n: int, group: int) -> tuple[tuple[int, i
 
 @functools.lru_cache(maxsize=1024)
 def tile_table(m: int, block_m: int, block_n: int, group: int, device: torch.device) -> tuple[Tensor, int]:
-    """``(tiles, 2)`` int32, and their number: row and column of every tile of an ``m x m`` matrix that touches its lower
-    triangle, in squares of ``group`` tiles so that programs that run together read the same rows."""
+    """Row and column of every tile of an ``m x m`` matrix that touches its lower triangle, ``(tiles, 2)`` int32, and their
+    number. Squares of ``group`` tiles follow one another, so that programs that run together read the same rows."""
     tiles = _tiles(m, block_m, block_n, group)
     return torch.tensor(tiles, dtype=torch.int32).to(device), len(tiles)
 
@@ -319,22 +307,10 @@ def symmetric_product(
         None if same or square else factor(b if block_m < block_n else a, side),
         None if c is None else descriptor(c, *((side, side) if last else (block_m, block_n))),
         descriptor(out, side, side),
-        scales,
-        tiles,
-        count,
-        k,
-        alpha,
+        *(scales, tiles, count, k, alpha),
         beta if last else beta / alpha if beta else 0.0,  # sums start from C, or end with it
         diagonal,
-        c is not None,
-        same,
-        trans,
-        block_m,
-        block_n,
-        block_k,
-        interpreting(),
-        scales is not None,
-        last,
+        *(c is not None, same, trans, block_m, block_n, block_k, interpreting(), scales is not None, last),
     )
     special = (k % 16 == 0, k == 1, None if scales is None else specialization((scales,), ()))
     key = ("symmetric product", config, a.dtype, out.dtype, c is None, same, trans, special, a.device)
