@@ -15,8 +15,7 @@ from hf_emopt.distributed.plan import Bucket, OwnedRegion, Plan, PlannedParamete
 from hf_emopt.distributed.tensor_parallel import owned_regions_of
 
 MAX_BUCKET_NUMEL = 2**26
-"""Elements for each rank of a bucket of several shapes (256 MiB in float32): enough to fill a GPU, few compared with the
-parameters. A bucket of a single shape may have twice as many, see :class:`BucketSizes`."""
+"""Elements for each rank of a bucket of several shapes (256 MiB in float32): enough to fill a GPU, few among all."""
 
 BUCKET_VARIABLE = "HF_EMOPT_MAX_BUCKET_NUMEL"
 """Environment variable with another number, the same on all ranks (``hf-emopt bench step`` measures which is faster)."""
@@ -27,9 +26,8 @@ class BucketSizes(NamedTuple):
 
     Attributes:
         together: matrices of several shapes share a bucket up to here.
-        alike: matrices of one shape that are more than ``together`` are divided into as few even parts as stay below this.
-            A product of many matrices leaves less of a GPU idle than two products of half as many. A product of the few
-            matrices that are left over leaves most of it idle.
+        alike: matrices of one shape that are more than ``together`` are divided into as few even parts as stay below this,
+            since a product of the few matrices that are left over leaves most of a GPU idle.
     """
 
     together: int = MAX_BUCKET_NUMEL
@@ -53,16 +51,9 @@ def bucket_sizes(together: int = MAX_BUCKET_NUMEL, alike: int = MAX_BUCKET_NUMEL
 def planned_sizes(scheduled: bool, groups: Sequence[Mapping[str, Any]], offloads: bool, world_size: int) -> BucketSizes:
     """How large an optimizer's buckets are.
 
-    Batches of more matrices fill a GPU better and take the host less time. In one process nothing travels during the
-    mathematics, and a bucket of a rule with factors takes the host longer than its exchange takes, so both have large
-    buckets. Elsewhere only buckets of one shape are large, for the sake of even batches. Buckets are small where state is
-    copied to be used, which takes memory in proportion to the bucket's size.
-
-    Args:
-        scheduled: whether the rule has factors that are refreshed by a schedule.
-        groups: parameter groups of the optimizer, or anything with their options.
-        offloads: whether state is in host memory between steps.
-        world_size: ranks that share any parameter.
+    Large buckets fill a GPU better and take the host less time; small ones hide exchanges. In one process nothing travels,
+    and a bucket of a rule with factors (``scheduled``) takes the host longer than its exchange takes. Elsewhere only buckets
+    of one shape are large, for even batches. State that is copied to be used takes memory in proportion to its bucket.
     """
     kinds = {group.get(key, "float32") for group in groups for key in ("state_dtype", "factor_storage")}
     if offloads or kinds != {"float32"}:
@@ -72,9 +63,7 @@ def planned_sizes(scheduled: bool, groups: Sequence[Mapping[str, Any]], offloads
 
 
 def make_plan(
-    parameters: Sequence[PlannedParameter],
-    sizes: BucketSizes | None = None,
-    forward_order: bool = False,
+    parameters: Sequence[PlannedParameter], sizes: BucketSizes | None = None, forward_order: bool = False
 ) -> Plan:
     """The plan for these parameters.
 
@@ -107,9 +96,8 @@ def make_plan(
 def _owned(ordered: Sequence[PlannedParameter]) -> dict[str, list[OwnedRegion]]:
     """Owned regions by parameter name.
 
-    Loads are carried among parameters of the same ranks alone. A parameter on some of the ranks has copies on the others (a
-    layer that FSDP shards and tensor parallelism does not). Its load would fall on different ranks in the plan of each
-    copy, and plans would disagree on the owners of parameters that all ranks share.
+    Loads are carried among parameters of the same ranks alone. A parameter on some of the ranks has copies on the others
+    (under FSDP without tensor parallelism), and the ranks' plans would disagree on where its load falls.
     """
     together: dict[frozenset[int], list[PlannedParameter]] = {}
     for parameter in ordered:
@@ -130,18 +118,20 @@ def _chunks(
 ) -> list[list[PlannedParameter]]:
     """Members of each bucket, in their order; both factors of a pair in one.
 
-    Args:
-        by_shape: matrices of one shape, which follow each other, are kept together and divided evenly.
+    ``by_shape`` keeps matrices of one shape, which follow each other, together and divides them evenly.
     """
     pairs: dict[str, list[PlannedParameter]] = {}
     for parameter in members:
         pairs.setdefault(parameter.pair or parameter.name, []).append(parameter)
+    runs = [[item] for item in pairs.values()]
+    if by_shape:
+        alike = itertools.groupby(pairs.values(), lambda item: [p.storage.shape for p in item])
+        runs = [list(run) for _, run in alike]
     chunks: list[list[PlannedParameter]] = [[]]
     size = 0
-    for run in _runs_of_one_shape(list(pairs.values())) if by_shape else [[item] for item in pairs.values()]:
+    for run in runs:
         numel = sum(map(_share, run))
-        parts = [run] if numel <= sizes.together else _even_parts(run, sizes.alike)
-        for part in parts:
+        for part in [run] if numel <= sizes.together else _even_parts(run, sizes.alike):
             numel = sum(map(_share, part))
             if chunks[-1] and size + numel > sizes.together:
                 chunks.append([])
@@ -149,10 +139,6 @@ def _chunks(
             chunks[-1].extend(p for item in part for p in item)
             size += numel
     return chunks
-
-
-def _runs_of_one_shape(items: Sequence[list[PlannedParameter]]) -> list[list[list[PlannedParameter]]]:
-    return [list(run) for _, run in itertools.groupby(items, lambda item: [p.storage.shape for p in item])]
 
 
 def _share(item: Sequence[PlannedParameter]) -> int:
@@ -174,10 +160,7 @@ class _Assignment:
         self.owned: dict[str, list[OwnedRegion]] = defaultdict(list)
 
     def of(self, parameters: Sequence[PlannedParameter]) -> dict[str, list[OwnedRegion]]:
-        """Owned regions by parameter name.
-
-        Pairs come first, then parameters whose shards decide on the owners, then all others over the same ranks at once.
-        """
+        """Owned regions by name: pairs first, then parameters whose shards decide on the owners, then all others at once."""
         self._assign_pairs([p for p in parameters if p.pair])
         by_ranks: dict[tuple[tuple[int, ...], ...], list[PlannedParameter]] = {}
         for parameter in (p for p in parameters if not p.pair):
@@ -229,8 +212,7 @@ class _Assignment:
         world = storage.world_size
         parts: dict[str, tuple[PlannedParameter, int, int]] = {}
         for p in members:
-            spans = even_spans(0, p.rows, world) if p.is_stack and p.rows > 1 else [(0, p.rows)]
-            for start, stop in spans:
+            for start, stop in even_spans(0, p.rows, world) if p.is_stack and p.rows > 1 else [(0, p.rows)]:
                 parts[f"{p.name}|{start:08}"] = (p, start, stop)
         costs = {key: p.cost * (stop - start) // max(1, p.rows) for key, (p, start, stop) in parts.items()}
         one_axis = storage.shards == 1 or storage.replicas == 1

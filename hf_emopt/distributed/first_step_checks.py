@@ -17,9 +17,8 @@ def control_device(group: Any) -> torch.device:
     """Where small tensors of a group's collectives have to be."""
     if dist.get_backend(group) in ("nccl", "xccl", "hccl"):
         accelerator = torch.accelerator.current_accelerator()
-        return torch.device(
-            "cuda" if accelerator is None else accelerator.type, torch.accelerator.current_device_index()
-        )
+        kind = "cuda" if accelerator is None else accelerator.type
+        return torch.device(kind, torch.accelerator.current_device_index())
     return torch.device("cpu")
 
 
@@ -56,12 +55,11 @@ def verify_plan(digests: Sequence[str], group: Any) -> None:
     mine = torch.tensor(words, dtype=torch.int64, device=device)
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyone, mine, group=group)
-    different = [
-        r for r, other in zip(dist.get_process_group_ranks(group), everyone) if not torch.equal(other, everyone[0])
-    ]
+    ranks = dist.get_process_group_ranks(group)
+    different = [r for r, other in zip(ranks, everyone) if not torch.equal(other, everyone[0])]
     if different:
         raise RuntimeError(
-            f"ranks {different} would step other parameters than rank {dist.get_process_group_ranks(group)[0]}: the names, "
+            f"ranks {different} would step other parameters than rank {ranks[0]}: the names, "
             "shapes or hyperparameters that the optimizer was built from differ between ranks. Build the same model with the "
             "same frozen layers on every rank; where each process trains a model of its own, pass process_group='self'"
         )
@@ -71,7 +69,6 @@ def verify_replicas(named: Sequence[tuple[str, Tensor]], group: Any, tolerance: 
     """Checks that what ranks are taken to hold copies of are copies: plain parameters, and shards of several replicas.
 
     Args:
-        named: names and tensors.
         tolerance: on differences, relative to the norm.
 
     Raises:

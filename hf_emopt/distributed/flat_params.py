@@ -18,7 +18,6 @@ class Place:
 
     Attributes:
         position: of the parameter in its group.
-        shape: of the parameter.
         spans: for each rank, ``(start, stop)`` of the run that it holds of the flattened parameter; equal for none.
         offset: of this rank's run in its flat tensor.
     """
@@ -37,7 +36,6 @@ class FlatTensor:
         tensor: of this rank, one dimension, float32.
         group: index of the parameter group.
         places: of the parameters that are spread over this tensor and those of the other ranks.
-        grid: the ranks.
         compute: device of the step.
         offloaded: whether the tensor is kept on the host, to be computed on copies.
         pinned: whether state belongs in page-locked memory, as the tensor is.
@@ -58,10 +56,8 @@ def cut_together(
     """Places of parameters that are laid one behind the other and cut in runs of equal size (ZeRO-1 and 2).
 
     Args:
-        shapes: of the parameters.
         offsets: of each parameter in all runs together; between parameters there may be padding.
         size: elements of each rank's run.
-        ranks, rank: their number, and this one's.
         first: position of the first parameter in the group.
     """
     places = []
@@ -86,9 +82,3 @@ def cut_each(shapes: Sequence[Sequence[int]], ranks: int, rank: int, first: int 
         places.append(Place(first + index, tuple(shape), spans, offset))
         offset += size
     return tuple(places)
-
-
-def local_run(flat: FlatTensor, place: Place) -> Tensor:
-    """This rank's run of a parameter in its flat tensor, in the same memory."""
-    start, stop = place.spans[flat.grid.shard]
-    return flat.tensor.detach()[place.offset : place.offset + stop - start]

@@ -1,8 +1,4 @@
-"""How a parameter is stored: which ranks hold which part of it, and what an optimizer may assume at ``step()``.
-
-Two values describe it. A :class:`Storage` is what planning needs, the same on every rank: the whole shape and the region
-that each shard holds. A :class:`Grid` is what moving bytes needs: the process groups, and this rank's place among them.
-"""
+"""How a parameter is stored: which ranks hold which part of it, and what an optimizer may assume at ``step()``."""
 
 from __future__ import annotations
 
@@ -34,16 +30,32 @@ class UnsupportedLayoutError(RuntimeError):
     """A parameter is laid out so that its matrices cannot be stepped correctly; the message says what to use."""
 
 
+class _ReplicasAndShards:
+    """The sizes of ``ranks``, which has the global rank of ``[replica][shard]``."""
+
+    ranks: tuple[tuple[int, ...], ...]
+
+    @cached_property
+    def shards(self) -> int:
+        return len(self.ranks[0])
+
+    @cached_property
+    def replicas(self) -> int:
+        return len(self.ranks)
+
+    @cached_property
+    def world_size(self) -> int:
+        return self.shards * self.replicas
+
+
 @dataclass(frozen=True)
-class Storage:
-    """Where the elements of a parameter lie.
+class Storage(_ReplicasAndShards):
+    """Where the elements of a parameter lie: what planning needs, the same on every rank.
 
     Attributes:
         shape: of the whole parameter.
-        regions: what each shard holds, as regions of the whole; one shard with one region that is everything where the
-            parameter is not sharded. More than one region a shard comes of a dimension that is cut twice in the order
-            inner before outer (``_StridedShard``, which tensor parallelism under FSDP2 makes).
-        ranks: global rank of ``[replica][shard]``.
+        regions: what each shard holds, in coordinates of the whole. A shard has several regions where a dimension is cut
+            twice, inner before outer (``_StridedShard``, which tensor parallelism under FSDP2 makes).
     """
 
     shape: tuple[int, ...]
@@ -66,18 +78,6 @@ class Storage:
         """Held whole by every rank of a grid."""
         return cls(tuple(shape), ((full_region(shape),),), tuple((rank,) for row in grid.ranks for rank in row))
 
-    @cached_property
-    def shards(self) -> int:
-        return len(self.regions)
-
-    @cached_property
-    def replicas(self) -> int:
-        return len(self.ranks)
-
-    @cached_property
-    def world_size(self) -> int:
-        return self.shards * self.replicas
-
     def held(self, shard: int) -> tuple[tuple[Region, Region], ...]:
         """The regions of a shard, each in the whole's coordinates and in those of the shard's local tensor."""
         return _placed(self.regions[shard])
@@ -97,11 +97,10 @@ class Storage:
 
 
 @dataclass(frozen=True)
-class Grid:
-    """The ranks that share a parameter, ``replicas x shards`` of them, as process groups.
+class Grid(_ReplicasAndShards):
+    """The ranks that share a parameter, ``replicas x shards`` of them, as process groups: what moving bytes needs.
 
     Attributes:
-        ranks: global rank of ``[replica][shard]``.
         replica, shard: this process's coordinates.
         shard_group: the ranks that together hold this replica; ``None`` for one.
         replica_group: the ranks that hold copies of this shard; ``None`` for one.
@@ -112,18 +111,6 @@ class Grid:
     shard: int
     shard_group: Any = None
     replica_group: Any = None
-
-    @cached_property
-    def shards(self) -> int:
-        return len(self.ranks[0])
-
-    @cached_property
-    def replicas(self) -> int:
-        return len(self.ranks)
-
-    @cached_property
-    def world_size(self) -> int:
-        return self.shards * self.replicas
 
     @cached_property
     def position(self) -> int:
@@ -139,7 +126,6 @@ class Partition(torch.Tensor):
     Attributes:
         local: the same memory as a plain tensor.
         storage_map: where all elements of the flat parameter lie.
-        grid: the ranks.
         full_shape: of the parameter before it was flattened.
         compute: device of the step; another than the partition's where that is offloaded to the host.
         offloaded: it is computed on copies, even where both devices are the CPU.
@@ -187,12 +173,8 @@ def chunk_regions(shape: Sequence[int], dim: int, count: int) -> tuple[Region, .
     """Regions of ``torch.chunk`` along ``dim``, which is how DTensor cuts: all but the last few of equal length."""
     size = shape[dim]
     length = -(-size // count) if size else 0
-    regions = []
-    for i in range(count):
-        region = list(full_region(shape))
-        region[dim] = (min(i * length, size), min((i + 1) * length, size))
-        regions.append(tuple(region))
-    return tuple(regions)
+    spans = [(min(i * length, size), min((i + 1) * length, size)) for i in range(count)]
+    return tuple((*full_region(shape[:dim]), span, *full_region(shape[dim + 1 :])) for span in spans)
 
 
 def slices(region: Region) -> tuple[slice, ...]:
@@ -231,7 +213,6 @@ def grid_of(name: str, param: Tensor, process_group: ProcessGroupArgument = None
     """The ranks that share a parameter.
 
     Args:
-        name: for messages.
         param: a plain tensor, copies of which the ranks of ``process_group`` hold, or a DTensor, which knows its mesh.
         process_group: ``None`` for all ranks, ``"self"`` where each process trains a model of its own.
 
@@ -278,13 +259,8 @@ def _mesh_grid(name: str, param: DTensor) -> Grid:
         raise UnsupportedLayoutError(f"{name} lies on a mesh whose ranks are in an unusual order, {table.tolist()}")
     rank = dist.get_rank()
     ((replica, shard),) = ((r, row.index(rank)) for r, row in enumerate(rows) if rank in row)
-    return Grid(
-        rows,
-        replica,
-        shard,
-        mesh.get_group(cut[0]) if len(cut) == 1 else None,
-        mesh.get_group(copied[0]) if len(copied) == 1 else None,
-    )
+    shard_group, replica_group = (mesh.get_group(dims[0]) if len(dims) == 1 else None for dims in (cut, copied))
+    return Grid(rows, replica, shard, shard_group, replica_group)
 
 
 def _is_strided(placement: Any) -> bool:
@@ -392,8 +368,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def compute_device(param: Tensor) -> torch.device:
-    """The device on which a parameter is stepped: the mesh's accelerator for a shard that is offloaded to the host, else the
-    parameter's own."""
+    """The device on which a parameter is stepped: the mesh's accelerator for a shard that is offloaded to the host."""
     if isinstance(param, Partition):
         return param.compute
     if isinstance(param, DTensor):
@@ -429,10 +404,7 @@ def local_gradient(param: Tensor) -> Tensor | None:
 
 
 def local_gradients(params: Sequence[Tensor]) -> list[Tensor]:
-    """:func:`local_gradient` of each; zeros where only other ranks have one: that step is skipped, but must not hang.
-
-    For a DTensor whose gradient is laid out alike nothing of Python's is called.
-    """
+    """:func:`local_gradient` of each; zeros where only other ranks have one: that step is skipped, but must not hang."""
     plain = not torch.is_grad_enabled()
     found = [
         local

@@ -1,15 +1,13 @@
 """Sharing items of known cost among ranks (or among steps): longest first, with compute groups for large items.
 
-Whole matrices cannot be balanced better than the costliest of them allows: at 256 ranks one projection of a Llama-3-8B
-layer is already twice a rank's fair share. Such a matrix is sliced over an aligned block of ranks. The arithmetic is on
-names and whole numbers only, so the result is the same on every rank.
+The arithmetic is on names and whole numbers only, so the result is the same on every rank.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 ShardCost = Callable[[str, int], int]
 """``shard_cost(name, k)``: operations of an item on each of ``k`` ranks that share it."""
@@ -25,16 +23,14 @@ _SWEEPS = 2
 _MULTIFIT_STEPS = 10
 
 
-@dataclass(frozen=True)
-class _Option:
+class _Option(NamedTuple):
     """A size of compute group, and what each of its ranks computes."""
 
     size: int
     part: int
 
 
-@dataclass(frozen=True)
-class _Placement:
+class _Placement(NamedTuple):
     """Largest load, and the first rank and number of ranks of each item."""
 
     makespan: int
@@ -57,16 +53,12 @@ def assign(
     With ``shard_cost``, items that are too large for a rank's share get compute groups. For each of several limits, an
     item gets the fewest ranks that bring its part below the limit; then better sizes are searched, one kind of item at a
     time. Each choice is packed by longest time first and by MULTIFIT (Coffman, Garey and Johnson, "An application of
-    bin-packing to multiprocessor scheduling", 1978), compute groups before single ranks. If whole items come within 10 %
-    of the smallest largest load that was found, none is sliced; otherwise the assignment with the fewest ranks in compute
-    groups is taken among those within 1 %.
+    bin-packing to multiprocessor scheduling", 1978), compute groups before single ranks.
 
     Args:
         costs: operations of each item on one rank, at least 0.
-        world_size: ranks.
         shard_cost: see :data:`ShardCost`; called with divisors ``k > 1`` of ``world_size``. A ``k`` that does not lower the
-            cost is not used, so an item that has to stay whole answers its whole cost. With ``lambda name, k:
-            costs[name]`` nothing is sliced, but the better packing is used. ``None``: longest time first alone.
+            cost is not used, so an item that has to stay whole answers its whole cost.
         loads: operations that each rank has already; zeros by default.
 
     Returns:

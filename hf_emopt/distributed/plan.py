@@ -1,17 +1,16 @@
 """Plans: which rank transforms which matrix, and together with which others.
 
-A plan is a value made from names, shapes, costs and storage alone. Every rank computes the same plan, which can be
-printed, hashed and compared. A plan consists of *owned regions*: the parts of parameters that one rank transforms. Most
-owned regions are a whole parameter. A stack of matrices (experts) is divided between its matrices, so that ranks share
-the work. A matrix whose transform alone would exceed a rank's fair share is sliced over a *compute group* of ranks, which
-transform it together.
+A plan is a value made from names, shapes, costs and storage alone, so every rank computes the same one. It consists of
+*owned regions*, the parts of parameters that one rank transforms: whole parameters, some matrices of a stack (experts), or a
+slice of a matrix that exceeds a rank's fair share and that a *compute group* of ranks transforms together.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, get_args
@@ -43,7 +42,6 @@ class TensorSlices:
 
     @property
     def size(self) -> int:
-        """Ranks of the tensor-parallel dimension."""
         return len(self.regions)
 
     def replicas(self, storage: Storage) -> list[tuple[int, ...]]:
@@ -62,7 +60,6 @@ class TensorParallelMode:
 
     Attributes:
         mode: ``"duplicated"``, ``"distributed"`` or ``"blockwise"``. A ``"layerwise"`` parameter has no such value.
-        slices: the slices of the parameter.
         costs: operations of each matrix view on each rank.
         methods: the method of each matrix view's distributed iteration.
         recut: whether the slices run along the short side and are first exchanged for slices along the long side.
@@ -92,7 +89,6 @@ class Slicing:
         dim: the dimension that is sliced, -2 or -1.
         spans: the span of that dimension that each rank has; empty where slices are matrices of their own.
         compute_group: rank indices of the ranks that transform the matrices together; empty where there are none.
-        method: of the distributed iteration.
     """
 
     full_shape: tuple[int, int]
@@ -108,8 +104,8 @@ class OwnedRegion:
 
     Attributes:
         parameter: index into the bucket's parameters.
-        region: the part, in coordinates of the parameter.
-        owner: rank index ``replica * shards + shard`` of the rank that transforms it.
+        region: in coordinates of the parameter.
+        owner: rank index ``replica * shards + shard``.
         matrix_views: the matrices inside the region, in coordinates of the region.
         cost: operations of the owner.
         dim: dimension along which the region differs from the whole parameter.
@@ -166,7 +162,7 @@ class Batch:
         shape: ``(m, n)`` of each matrix, of the slice where matrices are sliced.
         jobs: ``(index among the rank's owned regions, index of the matrix view)`` of each matrix view.
         sizes: matrices in each job.
-        slicing: how the matrices are sliced, ``None`` for whole matrices.
+        slicing: ``None`` for whole matrices.
         copy: whether another rank transforms the same matrices.
     """
 
@@ -186,17 +182,14 @@ class PlannedParameter:
     """What planning needs to know of a parameter.
 
     Attributes:
-        name: unique name, the key of every decision.
-        group: index of its parameter group.
-        position: index inside the group.
-        matrix_views: its matrices; empty for a parameter that is stepped elementwise.
+        name: unique, the key of every decision.
+        group, position: index of its parameter group, and its index inside the group.
+        matrix_views: empty for a parameter that is stepped elementwise.
         costs: floating-point operations of transforming each matrix view, by the rule.
         tag: dtype and device; parameters of one bucket share it.
-        storage: which rank holds which elements.
         shard_cost: operations of one of ``k`` ranks that transform the parameter's only matrix together, or ``None``
             where the rule or the parameter does not allow it.
-        tensor_parallel: how slices of tensor parallelism are transformed, or ``None`` where there are none or where
-            whole matrices are brought to their owners.
+        tensor_parallel: ``None`` where there are no slices, or where whole matrices are brought to their owners.
         whole_shapes: ``(m, n)`` of the matrix that each matrix view is part of, where matrix views are parts.
         pair: name that the two factors of one matrix have in common, empty for others. Both go to one owner in one bucket.
         scale: factor on the update that the rule computes.
@@ -275,9 +268,9 @@ class PlannedParameter:
         spans = tuple(even_spans(0, shape[dim], len(compute_group)))
         slicing = Slicing((matrix_view.shape[1], matrix_view.shape[2]), side, spans, compute_group, method)
         owned_regions = []
-        for owner, (start, stop) in zip(compute_group, spans, strict=True):
-            region = (*full_region(shape[:dim]), (start, stop), *full_region(shape[dim + 1 :]))
-            part = replace(matrix_view, view=(*shape[:dim], stop - start, *shape[dim + 1 :]))
+        for owner, span in zip(compute_group, spans, strict=True):
+            region = (*full_region(shape[:dim]), span, *full_region(shape[dim + 1 :]))
+            part = replace(matrix_view, view=(*shape[:dim], span[1] - span[0], *shape[dim + 1 :]))
             owned_regions.append(OwnedRegion(0, region, owner, (part,), cost, dim, slicings=(slicing,)))
         return owned_regions
 
@@ -300,7 +293,6 @@ class Bucket:
     """Parameters that are stepped together, laid out over the same ranks.
 
     Attributes:
-        group: index of their parameter group.
         parameters: costliest first.
         owned_regions: by parameter, then by offset.
         local: whether every shard holds the region that its rank transforms, so that shards exchange nothing before.
@@ -391,42 +383,41 @@ class Plan:
     def owners(self) -> dict[str, tuple[int, ...]]:
         """Global ranks of the owners of each parameter."""
         owners: dict[str, set[int]] = {}
-        for bucket in self.buckets:
-            for s in bucket.owned_regions:
-                parameter = bucket.parameters[s.parameter]
-                owners.setdefault(parameter.name, set()).add(parameter.storage.rank(s.owner))
+        for _, s, parameter in self._owned():
+            owners.setdefault(parameter.name, set()).add(parameter.storage.rank(s.owner))
         return {name: tuple(sorted(ranks)) for name, ranks in owners.items()}
+
+    def _owned(self) -> Iterator[tuple[Bucket, OwnedRegion, PlannedParameter]]:
+        for bucket in self.buckets:
+            yield from ((bucket, s, bucket.parameters[s.parameter]) for s in bucket.owned_regions)
 
     def loads(self) -> list[int]:
         """Floating-point operations of each rank."""
-        return self._by_rank(lambda owned_region: owned_region.cost)
+        return self._by_rank(lambda s: s.cost)
 
     def numels(self) -> list[int]:
         """Elements of the matrices of each rank."""
-        return self._by_rank(lambda owned_region: owned_region.numel)
+        return self._by_rank(lambda s: s.numel)
 
     def received(self) -> list[int]:
         """Elements that each rank receives in a step: shards of matrices that it owns, its shards of updates, and updates
         of other replicas. A rank's own part of an all-to-all is counted, as in its buffers."""
         totals = dict.fromkeys(self.ranks, 0)
-        for bucket in self.buckets:
-            for s in bucket.owned_regions:
-                storage = bucket.parameters[s.parameter].storage
-                if bucket.sends:
-                    totals[storage.rank(s.owner)] += s.numel
-                for shard, regions in enumerate(storage.regions):
-                    numel = sum(overlap(region, part) for region in regions for part in s.results)
-                    for replica, row in enumerate(storage.ranks):
-                        if bucket.returns or replica != s.owner // storage.shards:
-                            totals[row[shard]] += numel
+        for bucket, s, parameter in self._owned():
+            storage = parameter.storage
+            if bucket.sends:
+                totals[storage.rank(s.owner)] += s.numel
+            for shard, regions in enumerate(storage.regions):
+                numel = sum(overlap(region, part) for region in regions for part in s.results)
+                for replica, row in enumerate(storage.ranks):
+                    if bucket.returns or replica != s.owner // storage.shards:
+                        totals[row[shard]] += numel
         return list(totals.values())
 
     def _by_rank(self, amount: Callable[[OwnedRegion], int]) -> list[int]:
         totals = dict.fromkeys(self.ranks, 0)
-        for bucket in self.buckets:
-            for s in bucket.owned_regions:
-                rank = bucket.parameters[s.parameter].storage.rank(s.owner)
-                totals[rank] += amount(s)
+        for _, s, parameter in self._owned():
+            totals[parameter.storage.rank(s.owner)] += amount(s)
         return list(totals.values())
 
     @property
@@ -436,24 +427,18 @@ class Plan:
 
     def digest(self) -> str:
         """Equal on two ranks exactly when their plans are."""
-        text = repr(
-            (
-                self.world_size,
-                [
-                    (b.group, b.local, b.keeps, b.owned_regions, [(p.name, p.storage.regions) for p in b.parameters])
-                    for b in self.buckets
-                ],
-            )
-        )
-        return hashlib.sha256(text.encode()).hexdigest()
+        buckets = [
+            (b.group, b.local, b.keeps, b.owned_regions, [(p.name, p.storage.regions) for p in b.parameters])
+            for b in self.buckets
+        ]
+        return hashlib.sha256(repr((self.world_size, buckets)).encode()).hexdigest()
 
     def __str__(self) -> str:
         lines = ["batches (matrices x outputs x inputs):"]
         for bucket in self.buckets:
-            counts: dict[tuple[int, int], int] = {}
-            for parameter in bucket.parameters:
-                for matrix_view in parameter.matrix_views:
-                    counts[matrix_view.shape[1:]] = counts.get(matrix_view.shape[1:], 0) + matrix_view.shape[0]
+            counts: Counter[tuple[int, int]] = Counter()
+            for batch, *shape in (view.shape for p in bucket.parameters for view in p.matrix_views):
+                counts[shape[0], shape[1]] += batch
             shapes = ", ".join(f"{count}x{m}x{n}" for (m, n), count in counts.items())
             place = " local" if bucket.local else ""
             lines.append(f"  group {bucket.group}{place}: {shapes}  {bucket.cost / 1e9:.4g} GFLOP")
@@ -465,9 +450,9 @@ class Plan:
                 lines.append(
                     f"  rank {rank}: {load / 1e9:.4g} GFLOP, owns {numel:,} elements, receives {received:,} a step"
                 )
-            owned = [s for bucket in self.buckets for s in bucket.owned_regions]
             # A sliced matrix is counted at the first rank of its compute group.
-            count = sum(slicing.compute_group[:1] == (s.owner,) for s in owned for slicing in s.slicings if slicing)
+            sliced = ((s.owner, slicing) for _, s, _ in self._owned() for slicing in s.slicings if slicing)
+            count = sum(slicing.compute_group[:1] == (owner,) for owner, slicing in sliced)
             if count:
                 lines.append(f"  {count} matrices are each transformed by several ranks together")
         return "\n".join(lines)

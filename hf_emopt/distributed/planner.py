@@ -51,11 +51,7 @@ def planned_matrices(
     """Every matrix parameter, and the modes that were chosen for those that tensor parallelism slices.
 
     Args:
-        rule: the rule whose costs are used.
-        groups: parameter groups of the optimizer.
         grids: the ranks of each parameter by name; ``None`` for one process.
-        modes: tensor-parallel modes by parameter, which override those of the groups.
-        transport_dtype: see :func:`~hf_emopt.distributed.communication_dtype.communication_dtype`.
         first: :func:`hyperparameters` that decide on costs and owners instead of the groups' own.
 
     Raises:
@@ -87,10 +83,9 @@ def planned_matrices(
                 pair, shard_cost = (name if adapter.side == "A" else adapter.partner), None
             elif adapter is not None:
                 scale = rule.adapter_scale(*matrix_views[0].shape[1:], adapter, live[group_index])
+            where = name, group_index, position
             planned.append(
-                PlannedParameter(
-                    name, group_index, position, matrix_views, costs, tag, storage, shard_cost, pair=pair, scale=scale
-                )
+                PlannedParameter(*where, matrix_views, costs, tag, storage, shard_cost, pair=pair, scale=scale)
             )
             params.append(param)
     _check_pairs(planned)
@@ -109,9 +104,8 @@ def _check_pairs(planned: Sequence[PlannedParameter]) -> None:
     for name, members in pairs.items():
         layouts = {(p.group, p.tag, p.storage.ranks, p.storage.shards) for p in members}
         if len(members) != 2 or len(layouts) != 1:
-            what = (
-                "lie on different ranks, devices or in different groups" if len(members) == 2 else "are not both here"
-            )
+            apart = "lie on different ranks, devices or in different groups"
+            what = apart if len(members) == 2 else "are not both here"
             raise UnsupportedLayoutError(
                 f"lora='joint' steps both factors of an adapter together, and {name} and its partner {what}: shard both in "
                 "one fully_shard call (or none), keep them in one dtype and on one device, or use lora='separate'"
@@ -147,23 +141,12 @@ def plan_of(
     offloads: bool,
     overlaps: bool,
 ) -> Plan:
-    """The plan of an optimizer's matrices.
-
-    Args:
-        matrices: from :func:`planned_matrices`.
-        ranks: the number of ranks that share any parameter.
-        offloads: whether state is in host memory between steps.
-        overlaps: whether updates wait until a forward pass needs them; buckets then follow the model's order.
-    """
+    """The plan of an optimizer's matrices, in the model's order where updates wait for a forward pass (``overlaps``)."""
     return make_plan(matrices, planned_sizes(rule.scheduled, groups, offloads, ranks), forward_order=overlaps)
 
 
 def _is_one_matrix(matrix_views: Sequence[MatrixView], shape: tuple[int, ...]) -> bool:
     """Whether a parameter is one matrix as it is stored (or its transpose), so that it can be sliced."""
-    return (
-        len(matrix_views) == 1
-        and len(shape) == 2
-        and matrix_views[0].view == shape
-        and matrix_views[0].dim is None
-        and not matrix_views[0].batch
-    )
+    if len(matrix_views) != 1 or len(shape) != 2:
+        return False
+    return matrix_views[0].view == shape and matrix_views[0].dim is None and not matrix_views[0].batch

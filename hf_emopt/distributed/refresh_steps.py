@@ -44,11 +44,7 @@ def plan_refresh_steps(
     """Refresh steps of every part of a rule's periodic work.
 
     They are planned from the matrices of all ranks, so that the schedule, and with it every weight, does not depend on
-    the number of ranks.
-
-    Args:
-        rule: its ``periodic_costs`` and ``period`` are used.
-        assign_steps: replaces :func:`assign_refresh_steps`.
+    the number of ranks. ``assign_steps`` replaces :func:`assign_refresh_steps`.
     """
     steps: dict[Matrix, tuple[int, ...]] = {}
     for index, group in enumerate(groups):
@@ -68,11 +64,6 @@ def assign_refresh_steps(batches: Batches, period: int, call_cost: int = CALL_CO
     Parts of one batch and one cost that are due on the same step are done in one call, and each call has a price of its
     own (launches, checks). So like parts are divided into chunks, which go to the least loaded steps, longest first. The
     size of chunks is chosen to minimize the sum of the longest and the mean step.
-
-    Args:
-        batches: for each batch, its matrices, and the costs of the parts that each of them has.
-        period: steps in a period.
-        call_cost: price of a call, in the units of the costs.
 
     Returns:
         Steps from 0 to ``period - 1`` for the parts of each matrix.
@@ -103,12 +94,8 @@ def assign_refresh_steps(batches: Batches, period: int, call_cost: int = CALL_CO
 
 def _limits(alike: Sequence[tuple[int, list[Task]]], call_cost: int) -> list[int]:
     """Highest prices of a chunk to try, falling: from all like tasks together to single tasks."""
-    prices = {
-        call_cost + cost * math.ceil(len(tasks) / chunks)
-        for cost, tasks in alike
-        for chunks in range(1, len(tasks) + 1)
-    }
-    falling = sorted(prices, reverse=True)
+    sizes = ((cost, math.ceil(len(tasks) / chunks)) for cost, tasks in alike for chunks in range(1, len(tasks) + 1))
+    falling = sorted({call_cost + cost * size for cost, size in sizes}, reverse=True)
     return falling[:: max(1, math.ceil(len(falling) / _MOST_LIMITS))] + falling[-1:]
 
 

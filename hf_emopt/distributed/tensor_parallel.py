@@ -1,16 +1,8 @@
 """Matrices that tensor parallelism has sliced: the slices of a parameter, and four modes of computing updates from them.
 
-===============  ===============================================================  =================================
-mode             what a rank does of ``k``                                        what travels in a step
-===============  ===============================================================  =================================
-``layerwise``    transforms whole matrices, its share of all of them              slices to owners and updates back
-``duplicated``   gathers every momentum, transforms it, keeps its slice           slices to everybody
-``distributed``  transforms its slice; Gram matrices are summed over the ranks    Gram matrices
-``blockwise``    transforms its slice as a matrix of its own: another update      nothing
-===============  ===============================================================  =================================
-
-The first three give the update of the whole matrix, so any of them may be chosen. Where FSDP shards the slices further,
-"slice" still means a slice of tensor parallelism: ranks of the FSDP dimension share the matrices among themselves.
+``layerwise``: ranks transform whole matrices, each its share. ``duplicated``: each gathers and transforms every momentum, and
+keeps its slice. ``distributed``: each transforms its slice, and Gram matrices are summed over ranks. ``blockwise``: each slice
+is a matrix of its own, which is another update. Under FSDP too, "slice" means a slice of tensor parallelism.
 """
 
 from __future__ import annotations
@@ -45,11 +37,8 @@ class UnavailableModeError(ValueError):
 
 
 def _tensor_dims(params: Iterable[Tensor]) -> dict[Any, tuple[int, ...]]:
-    """The tensor-parallel dimensions of each mesh.
-
-    A dimension is recognized by its name. In a mesh without names, it is one over which some parameter is sharded along
-    another dimension than its first, which FSDP2 does not do by itself.
-    """
+    """The tensor-parallel dimensions of each mesh: by name, else those over which a parameter is sharded along another
+    dimension than its first, which FSDP2 does not do by itself."""
     dims: dict[Any, set[int]] = {}
     for param in params:
         if not isinstance(param, DTensor):
@@ -79,11 +68,7 @@ def tensor_slices(
 
 
 def _slices(param: Tensor, grid: Grid, storage: Storage, dims: dict[Any, tuple[int, ...]]) -> TensorSlices | None:
-    """The slices of a parameter, or ``None`` where tensor parallelism does not slice it.
-
-    Raises:
-        UnavailableModeError: a slice is not the union of some shards.
-    """
+    """The slices of a parameter, ``None`` where it has none. Raises where a slice is not the union of some shards."""
     if not isinstance(param, DTensor) or storage.shards == 1:
         return None
     mesh, placements = param.device_mesh, tuple(param.placements)
@@ -124,8 +109,7 @@ class _ViewSlice:
         number: of the slice.
         region: in coordinates of the parameter.
         matrix_view: those matrices, in coordinates of the region.
-        dim: the dimension of the matrices that is sliced, -2 or -1, or ``None`` for whole matrices.
-        span: the span of that dimension.
+        dim, span: the sliced dimension of the matrices, -2 or -1, and its span; ``None`` for whole matrices.
     """
 
     number: int
@@ -136,11 +120,7 @@ class _ViewSlice:
 
 
 def _view_slices(matrix_view: MatrixView, shape: tuple[int, ...], slices: TensorSlices) -> list[_ViewSlice]:
-    """The matrices of a matrix view inside each region of each slice, for regions that have some of them.
-
-    Raises:
-        UnavailableModeError: the elements inside a region are no whole rows and no whole columns.
-    """
+    """The matrices of a matrix view inside each region of each slice, for regions that have some of them."""
     return [
         _ViewSlice(t, region, *restricted)
         for t, regions in enumerate(slices.regions)
@@ -152,14 +132,17 @@ def _view_slices(matrix_view: MatrixView, shape: tuple[int, ...], slices: Tensor
 def _restricted(
     matrix_view: MatrixView, shape: tuple[int, ...], region: Region
 ) -> tuple[MatrixView, int | None, tuple[int, int]] | None:
-    """The last three attributes of a :class:`_ViewSlice`, or ``None`` where the region has none of the matrices."""
+    """The last three attributes of a :class:`_ViewSlice`, or ``None`` where the region has none of the matrices.
+
+    Raises:
+        UnavailableModeError: the elements inside the region are no whole rows and no whole columns.
+    """
     if matrix_view.view != shape:
         raise UnavailableModeError(f"its matrices are seen through the view {matrix_view.view} of {shape}")
     counts, before, first, last = [], [], 0, 0
+    cut = range(matrix_view.start, matrix_view.stop, matrix_view.step)
     for d, (a, b) in enumerate(region):
-        chosen = (
-            range(matrix_view.start, matrix_view.stop, matrix_view.step) if d == matrix_view.dim else range(shape[d])
-        )
+        chosen = cut if d == matrix_view.dim else range(shape[d])
         skipped, upto = _below(chosen, a), _below(chosen, b)
         before.append(skipped)
         counts.append(upto - skipped)
@@ -188,7 +171,6 @@ def _restricted(
 
 
 def _below(chosen: range, bound: int) -> int:
-    """The count of numbers below a bound."""
     return max(0, min(len(chosen), -(-(bound - chosen.start) // chosen.step)))
 
 
@@ -219,11 +201,10 @@ def _block(matrix_view: MatrixView, shape: tuple[int, ...], region: Region, t: i
     if dim is None:
         return part
     a, b = region[dim]
-    start, stop, step = (
-        (matrix_view.start, matrix_view.stop, matrix_view.step) if matrix_view.dim is not None else (0, shape[dim], 1)
-    )
-    start += max(0, -(-(a - start) // step)) * step
-    return replace(part, dim=dim, start=start, stop=min(stop, b), step=step)
+    if matrix_view.dim is None:
+        return replace(part, dim=dim, start=a, stop=min(shape[dim], b))
+    start = matrix_view.start + max(0, -(-(a - matrix_view.start) // matrix_view.step)) * matrix_view.step
+    return replace(part, start=start, stop=min(matrix_view.stop, b))
 
 
 def sliced_dims(
@@ -256,11 +237,7 @@ def sliced_dims(
 
 
 def owned_regions_of(parameter: PlannedParameter, ranks: tuple[int, ...]) -> list[OwnedRegion]:
-    """Which rank transforms which region of a parameter that has a tensor-parallel mode.
-
-    Args:
-        ranks: rank index of the owner of each slice.
-    """
+    """Which rank transforms which region of a parameter with a tensor-parallel mode; ``ranks`` own its slices in order."""
     how = parameter.tensor_parallel
     assert how is not None
     if how.mode == "duplicated":
@@ -291,15 +268,7 @@ def owned_regions_of(parameter: PlannedParameter, ranks: tuple[int, ...]) -> lis
         for region in regions:
             here = {u: part for u, found in enumerate(sliced) for part in found if part.region == region}
             if here:
-                owned_regions.append(
-                    OwnedRegion(
-                        0,
-                        region,
-                        ranks[t],
-                        tuple(part.matrix_view for part in here.values()),
-                        sum(how.costs[u] for u in here),
-                        indices=tuple(here),
-                        slicings=tuple(slicings[u] for u in here),
-                    )
-                )
+                views, cost = tuple(part.matrix_view for part in here.values()), sum(how.costs[u] for u in here)
+                cut = tuple(slicings[u] for u in here)
+                owned_regions.append(OwnedRegion(0, region, ranks[t], views, cost, indices=tuple(here), slicings=cut))
     return owned_regions

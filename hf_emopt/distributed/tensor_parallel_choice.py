@@ -10,11 +10,7 @@ from typing import Any
 
 from hf_emopt.distributed.assignment import MAX_BUCKET_NUMEL, bucket_sizes
 from hf_emopt.distributed.plan import MODES, PlannedParameter, TensorParallelMode, TensorSlices
-from hf_emopt.distributed.tensor_parallel import (
-    UnavailableModeError,
-    blockwise_matrix_views,
-    sliced_dims,
-)
+from hf_emopt.distributed.tensor_parallel import UnavailableModeError, blockwise_matrix_views, sliced_dims
 from hf_emopt.linalg.cost import Cost, Method
 from hf_emopt.routing.matrix_view import MatrixView
 from hf_emopt.routing.overrides import Patterns
@@ -49,12 +45,10 @@ class ModeOverrides:
         self.patterns = [(Patterns(pattern, self.option), mode) for pattern, mode in pairs]
 
     def check_matched(self, names: Sequence[str]) -> None:
-        """Every pattern must match the name of a matrix."""
         for patterns, _ in self.patterns:
             patterns.check_matched(names)
 
     def mode(self, name: str, default: str) -> str:
-        """The mode of a parameter."""
         return next((mode for patterns, mode in self.patterns if patterns.find([name]) is not None), default)
 
 
@@ -63,7 +57,6 @@ class Choice:
     """The mode of one parameter.
 
     Attributes:
-        name: of the parameter.
         shapes: ``(B, m, n)`` of its matrices.
         ranks: of the tensor parallel dimension.
         asked, mode: the mode that was asked for, and the mode that is used.
@@ -104,9 +97,8 @@ def choose_modes(
     for p in planned:
         ranks = p.storage.ranks
         total[ranks] += p.cost
-        largest[ranks] = max(
-            [largest[ranks], *(cost // max(1, u.shape[0]) for u, cost in zip(p.matrix_views, p.costs))]
-        )
+        each = (cost // max(1, u.shape[0]) for u, cost in zip(p.matrix_views, p.costs))
+        largest[ranks] = max([largest[ranks], *each])
         alike[ranks, p.storage.shape, p.group] += 1
     for index, (p, slices) in enumerate(zip(planned, sliced)):
         group = groups[p.group]
@@ -154,7 +146,7 @@ class _Candidate:
 
     @property
     def replicas(self) -> int:
-        """Sets of ranks that together hold every slice; each takes its share of the parameters."""
+        """Sets of ranks that together hold every slice."""
         return self.parameter.storage.world_size // self.slices.size
 
     def options(self, slowdown: float, alike: int) -> dict[str, _Option]:

@@ -1,17 +1,14 @@
 """The stored form of a symmetric factor: in full, as one triangle, in 16 bits, or in 8.
 
-A factor ``A = E[G G^T]`` is symmetric and positive, so its lower triangle says everything, and
-``|a_ij| <= sqrt(a_ii a_jj)``. The 8-bit form keeps the diagonal in float32 and the correlations
-``a_ij / sqrt(a_ii a_jj)``, which lie in [-1, 1] whatever the scale, as int8 (after S. Wang et al., "4-bit Shampoo",
-arXiv:2405.18144, and J. Li et al., "Memory-Efficient 4-bit Preconditioned Stochastic Optimization", arXiv:2412.10663,
-which keep the diagonal wide for the same reason). The 16-bit forms keep the same two. Rounding is stochastic in all three:
-a moving average moves by less than one level a step (in bfloat16 from a decay of 0.99 or so on), and nearest rounding would
-never let go of the first value.
+``|a_ij| <= sqrt(a_ii a_jj)``, so the 8-bit and 16-bit forms keep the diagonal in float32 and the correlations
+``a_ij / sqrt(a_ii a_jj)`` of one triangle in few bits (after S. Wang et al., "4-bit Shampoo", arXiv:2405.18144, and J. Li et
+al., "Memory-Efficient 4-bit Preconditioned Stochastic Optimization", arXiv:2412.10663). They are rounded stochastically: a
+moving average moves by less than one level a step, and nearest rounding would never let go of the first value.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -19,7 +16,7 @@ from torch import Tensor
 from hf_emopt.formats.master_weights import round_stochastically
 
 FactorStorageName = Literal["float32", "packed", "bfloat16", "float16", "int8"]
-FACTOR_STORAGE: tuple[str, ...] = ("float32", "packed", "bfloat16", "float16", "int8")
+FACTOR_STORAGE: tuple[str, ...] = get_args(FactorStorageName)
 
 _LEVELS = 127.0
 
@@ -32,8 +29,7 @@ def bytes_per_element(storage: str) -> float:
 def init_factor(key: str, lead: tuple[int, ...], d: int, storage: str, like: Tensor) -> dict[str, Tensor]:
     """Zero factors ``(*lead, d, d)`` under ``key`` and, where the form needs more than one tensor, ``key`` + suffix.
 
-    Args:
-        like: gives device and, for ``"float32"``, the dtype (float64 stays float64).
+    ``like`` gives the device and, for ``"float32"`` and ``"packed"``, the dtype.
     """
     if storage == "float32":
         return {key: torch.zeros(*lead, d, d, dtype=like.dtype, device=like.device)}
@@ -54,16 +50,14 @@ def load_factor(state: dict[str, Tensor], key: str, d: int, storage: str) -> Ten
     if storage == "packed":
         rows, cols = _triangle(d, 0, value.device)
         full = value.new_zeros(*value.shape[:-1], d, d)
-        full[..., rows, cols] = value
-        full[..., cols, rows] = value
-        return full
-    diagonal = state[f"{key}.diagonal"]
-    rows, cols = _triangle(d, -1, value.device)
-    scale = _scales(diagonal, rows, cols)
-    off = value.float() * (scale / _LEVELS if storage == "int8" else scale)
-    full = torch.diag_embed(diagonal)
-    full[..., rows, cols] = off
-    full[..., cols, rows] = off
+    else:
+        diagonal = state[f"{key}.diagonal"]
+        rows, cols = _triangle(d, -1, value.device)
+        scale = _scales(diagonal, rows, cols)
+        value = value.float() * (scale / _LEVELS if storage == "int8" else scale)
+        full = torch.diag_embed(diagonal)
+    full[..., rows, cols] = value
+    full[..., cols, rows] = value
     return full
 
 

@@ -1,25 +1,10 @@
 """First and second moments, stored in fewer bits than they are computed in.
 
-=============  ==================  =================================================================================
-state_dtype    bytes an element    what is stored
-=============  ==================  =================================================================================
-``float32``    4                   the moment itself (float64 for float64 weights)
-``bfloat16``   2                   rounded stochastically, so that a moving average goes on moving by less than a spacing
-``int8``       1 + 4 / block       codes of the dynamic map of T. Dettmers et al., arXiv:2110.02861, and a float32 scale for
-                                   each block; of second moments, the root
-=============  ==================  =================================================================================
-
-Every computation uses float32 moments: they are unpacked before a phase of a step and packed after it.
-
-**Blocks** of 8-bit state are runs of up to 256 elements inside a row, the part of a tensor that belongs to one index of its
-first dimension. So every layout cuts codes and scales as it cuts the parameter along that dimension, and a checkpoint has one
-meaning in all of them.
-
-**Roots**: an update explodes where a second moment is rounded to zero and the first moment is not. The root has half the
-range in orders of magnitude, the same as the first moment, and is never rounded to zero.
-
-Parameters of one dimension, of fewer than 4096 elements, or with rows of fewer than 64 keep float32 under ``int8``: their
-scales would take more than they save.
+``bfloat16`` moments are rounded stochastically, so that a moving average goes on moving by less than a spacing. ``int8``
+moments are codes of the dynamic map of T. Dettmers et al., arXiv:2110.02861, with a float32 scale for each block. A block is
+a run of up to 256 elements inside a row, so that every layout cuts codes and scales as it cuts the parameter along its first
+dimension. Of second moments, the root is coded: it has the range of a first moment, and is never rounded to zero, where an
+update would explode. Small parameters, whose scales would take more than they save, keep float32 (:func:`is_coded`).
 """
 
 from __future__ import annotations
@@ -112,8 +97,6 @@ def packed_like(fresh: State, state_dtype: str, whole: Sequence[int] | None = No
     """The stored form of a rule's initial state, whose moments are zero.
 
     Args:
-        fresh: plain tensors of any device.
-        state_dtype: one of :data:`STATE_DTYPES`.
         whole: shape of the whole parameter, for elementwise state; ``None`` for state of whole matrices.
     """
     if state_dtype == "float32":
@@ -134,9 +117,7 @@ def packed_like(fresh: State, state_dtype: str, whole: Sequence[int] | None = No
 
 
 def _coded(name: str, shape: Sequence[int], whole: Sequence[int] | None) -> bool:
-    if whole is not None:
-        return is_coded(whole)
-    return is_coded((1, *shape[1:]), _lead(name))
+    return is_coded((1, *shape[1:]), _lead(name)) if whole is None else is_coded(whole)
 
 
 def unpacked(state: State, wide: torch.dtype) -> State:
@@ -166,9 +147,10 @@ def update_packed(
         generator: noise of the rounding to bfloat16; replicas must seed it alike.
         rows: index of the matrices that have changed, on the device; ``None`` for all. The others keep their bits.
     """
-    for key in [key for key in state if is_moment(key) and not is_scale(key)]:
+    for key in [key for key in state if not is_scale(key)]:
         name = moment_of(key)
-        assert name is not None
+        if name is None:
+            continue
         new = wide[name] if rows is None else wide[name][rows]
         if key != name:
             scale = state[coded_names(name)[1]]
@@ -194,7 +176,6 @@ def converted(state: dict[str, Any], state_dtype: str, whole: Sequence[int], wid
 
     Args:
         state: whole tensors; state of matrices is named ``name.index``, by matrix view.
-        state_dtype: the form to convert to.
         whole: shape of the parameter.
         wide: dtype of float moments.
     """

@@ -26,7 +26,6 @@ def moment_noise(
     """Makes the generator for the rounding of moments. Its noise differs from that of :func:`weight_noise`.
 
     Args:
-        index, shard: as for :func:`weight_noise`.
         piece: index of the state within the bucket or group.
     """
     seed = _seed(index, group, shard) * 1_000_003 + (1 + piece) * 7_919

@@ -1,23 +1,7 @@
 """Figures of a step under the names that logs have: by rule, by layer, and of the whole.
 
 ``emopt/<rule>/<quantity>``, where the rule of the auxiliary parameters is ``adamw``; ``emopt/layers/<parameter>/<quantity>``;
-and ``emopt/skipped_steps``, ``emopt/imbalance``, ``emopt/exposed_communication_ms``. Quantities, with ``U`` the update before
-the learning rate:
-
-====================  ============================================================  =========================
-quantity              of a parameter                                                of a rule
-====================  ============================================================  =========================
-update_rms            root mean square of ``U``                                     over all elements
-weight_rms            of the weight before the step                                 over all elements
-update_ratio          ``lr update_rms / weight_rms``                                likewise; also the largest
-orthogonality_error   ``|G - I|_F / sqrt(s)``, ``G`` the smaller Gram matrix of     largest
-                      ``U`` without its factor by shape, ``s`` its side
-momentum_norm         Frobenius norm of the first moment                            of all together
-effective_lr          learning rate times the rule's factor by shape                mean over elements
-condition_number      largest of its factors'                                       largest
-refresh_age           steps since the statistics that its preconditioner is from    largest
-failures              refreshes that failed in a row                                all so far, on all ranks
-====================  ============================================================  =========================
+and figures of the whole model. docs/diagnostics.md defines all of them.
 """
 
 from __future__ import annotations
@@ -75,15 +59,11 @@ class Diagnostics:
             self.observer, self._metrics = None, StepMetrics()
 
     def read(self, level: Level, skipped: Mapping[torch.device, Tensor], skipped_by_wrapper: int) -> bool:
-        """Reads what was measured into :attr:`values`, and measures no more. Collective.
+        """Reads what was measured into :attr:`values`, and measures no more; ``False`` when no step was. Collective.
 
         Args:
-            level: which figures.
             skipped: number of skipped steps so far, by device.
             skipped_by_wrapper: those that a wrapper has skipped by itself.
-
-        Returns:
-            ``False`` when no step was measured.
         """
         self.observer, self.values = None, {}
         if not self._metrics.measured:
@@ -123,10 +103,10 @@ def _keyed(prefix: str, found: dict[str, float | None]) -> dict[str, float]:
 
 
 def _of_parameter(f: ParameterFigures) -> dict[str, float | None]:
-    numel = max(1, f.numel)
+    root = math.sqrt(max(1, f.numel))
     return {
-        "update_rms": f.update / math.sqrt(numel),
-        "weight_rms": f.weight / math.sqrt(numel),
+        "update_rms": f.update / root,
+        "weight_rms": f.weight / root,
         "update_ratio": _ratio(f),
         "orthogonality_error": f.orthogonality_error,
         "momentum_norm": f.momentum,

@@ -1,9 +1,7 @@
 """Parameters that a wrapper has flattened and cut among ranks: what an optimizer steps when a group holds flat tensors.
 
 DeepSpeed's ZeRO replaces the parameters of a group by one flat float32 tensor for each rank and calls ``step()`` with one
-group, or part of one, at a time. :class:`Flattened` knows which elements of which parameter lie where in such tensors, and
-shows the optimizer its groups as they were, with a :class:`~hf_emopt.distributed.layout.Partition` for each parameter.
-Nothing here knows of DeepSpeed: an integration says what lies where.
+group, or part of one, at a time. Nothing here knows of DeepSpeed: an integration says what lies where.
 """
 
 from __future__ import annotations
@@ -16,13 +14,13 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_emopt.distributed.flat_params import FlatTensor, local_run
+from hf_emopt.distributed.flat_params import FlatTensor
 from hf_emopt.distributed.layout import Partition, Storage, UnsupportedLayoutError
 from hf_emopt.rules.base import Group
 
 
 class Flattened:
-    """The flat tensors of an optimizer's groups, and the parameters in them.
+    """Shows an optimizer its groups as they were, with a :class:`~hf_emopt.distributed.layout.Partition` for each parameter.
 
     Args:
         groups: the optimizer's groups, which hold flat tensors or nothing by now.
@@ -46,10 +44,11 @@ class Flattened:
         self._where: dict[int, tuple[int, int]] = {}
         for number, flat in enumerate(flats):
             for place in flat.places:
-                storage = Storage(
-                    (math.prod(place.shape),), tuple((((a, b),),) for a, b in place.spans), flat.grid.ranks
-                )
-                part = Partition.of(local_run(flat, place), storage, flat.grid, place.shape, flat.compute)
+                regions = tuple((((a, b),),) for a, b in place.spans)
+                storage = Storage((math.prod(place.shape),), regions, flat.grid.ranks)
+                start, stop = place.spans[flat.grid.shard]
+                local = flat.tensor.detach()[place.offset : place.offset + stop - start]
+                part = Partition.of(local, storage, flat.grid, place.shape, flat.compute)
                 part.offloaded, part.pinned = flat.offloaded, flat.pinned
                 found[flat.group, place.position] = part
                 self._where[id(part)] = (number, place.offset)
@@ -67,13 +66,10 @@ class Flattened:
         return self._where[id(part)]
 
     def expose(self, shown: list[Group]) -> list[Group]:
-        """Puts the partitions into the groups, in place of flat tensors.
+        """Puts the partitions into the groups, in place of flat tensors, and returns all groups as they were built.
 
         Args:
             shown: the optimizer's groups as the wrapper has left them.
-
-        Returns:
-            All groups, as they were built. :attr:`state` is the state of their parameters.
         """
         if len(shown) == len(self.groups):
             self.groups = list(shown)
@@ -85,22 +81,13 @@ class Flattened:
         return self.groups
 
     def hide(self, groups: list[Group], state: dict[Tensor, Any]) -> None:
-        """Puts the flat tensors back.
-
-        Args:
-            groups, state: as they are now; a checkpoint that was loaded meanwhile has put others in place of the exposed
-                ones.
-        """
+        """Puts the flat tensors back; a checkpoint that was loaded meanwhile has put other groups and state in place."""
         self.groups, self.state, self.is_exposed = groups, state, False
         for group, params in zip(self.groups, self._flat_params):
             group["params"] = params
 
     def check(self, flats: Sequence[Tensor]) -> None:
-        """Refuses tensors that are none of the flat ones.
-
-        Raises:
-            UnsupportedLayoutError: naming their shapes.
-        """
+        """Refuses tensors that are none of the flat ones."""
         foreign = [tuple(param.shape) for param in flats if id(param) not in self._flats]
         if foreign:
             raise UnsupportedLayoutError(

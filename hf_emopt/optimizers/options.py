@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, fields
 from functools import partial
 from numbers import Real
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, get_type_hints
@@ -24,18 +24,7 @@ P = ParamSpec("P")
 A = TypeVar("A")
 S = TypeVar("S")
 
-_OF_MATRIX_OPTIMIZER = (
-    "aux_modules",
-    "per_head",
-    "allow_no_matrices",
-    "skip_nonfinite",
-    "transport_dtype",
-    "overlap_param_gather",
-    "process_group",
-    "tensor_parallel_modules",
-    "lora_lr_ratio",
-    "offload_state",
-)
+_OF_GROUPS = ("aux_lr", "aux_betas", "aux_eps", "aux_weight_decay", "low_precision_weights", "state_dtype")
 
 
 @dataclass(eq=False)
@@ -68,7 +57,6 @@ class Arguments:
         """Keyword arguments of :class:`~hf_emopt.optimizers.base.MatrixOptimizer`.
 
         Args:
-            rule: whose options this object has.
             more: hyperparameters of matrices that are no options, or that others replace.
         """
         shared = ("tensor_parallel", "low_precision_weights", "state_dtype")
@@ -82,8 +70,8 @@ class Arguments:
             "state_dtype": self.state_dtype,
             "compat": matrix.get("compat"),
         }
-        given = {name: getattr(self, name) for name in _OF_MATRIX_OPTIMIZER}
-        return {"params": self.params, "rule": rule, "matrix_defaults": matrix, "aux_defaults": aux, **given}
+        given = {f.name: getattr(self, f.name) for f in fields(Arguments) if f.name not in _OF_GROUPS}
+        return {"rule": rule, "matrix_defaults": matrix, "aux_defaults": aux, **given}
 
 
 @dataclass(eq=False, kw_only=True)
@@ -105,8 +93,7 @@ class KroneckerArguments(Arguments):
 def takes(arguments: Callable[P, A]) -> Callable[[Callable[[S, A], None]], Callable[Concatenate[S, P], None]]:
     """Decorator of an ``__init__`` with one argument, a dataclass: it then takes the fields of the dataclass instead.
 
-    Args:
-        arguments: the dataclass. The signature, the annotations and the messages for wrong arguments are made from it.
+    The signature, the annotations and the messages for wrong arguments are those of the dataclass.
     """
 
     def decorated(init: Callable[[S, A], None]) -> Callable[Concatenate[S, P], None]:
@@ -116,9 +103,8 @@ def takes(arguments: Callable[P, A]) -> Callable[[Callable[[S, A], None]], Calla
         made: Any = __init__
         own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
         signature = inspect.signature(arguments)
-        made.__signature__ = signature.replace(
-            parameters=[own, *signature.parameters.values()], return_annotation="None"
-        )
+        parameters = [own, *signature.parameters.values()]
+        made.__signature__ = signature.replace(parameters=parameters, return_annotation="None")
         made.__annotations__ = get_type_hints(arguments) | {"return": type(None)}
         made.__qualname__, made.__module__ = init.__qualname__, init.__module__
         getattr(arguments, "__init__").__qualname__ = init.__qualname__  # noqa: B009 - in messages of Python
@@ -137,9 +123,5 @@ PEAK_LR = Derived(_peak_of)
 
 
 def _one_sided(max_preconditioner_dim: int, rank: int) -> Group:
-    """Hyperparameters of LoRA factors of this rank that are preconditioned on the dimension of the rank alone.
-
-    The other dimension is as long as the layer is wide. Its factor alone would be many times the adapter, for a gradient that
-    has the rank of the adapter.
-    """
+    """Hyperparameters of LoRA factors of this rank that are preconditioned on the dimension of the rank alone."""
     return {"oversize": "one_sided", "max_preconditioner_dim": min(max_preconditioner_dim, rank)}

@@ -1,7 +1,7 @@
 """Parameter groups out of whatever the user passed: a model, named parameters, parameters, or groups of them.
 
-Everything that a group says of its parameters is kept there by name and as plain values, because wrappers replace
-Parameter objects, drop their attributes and deep-copy groups, and because a checkpoint must load without our classes.
+Groups keep plain values by name: wrappers replace Parameter objects and deep-copy groups, and a checkpoint must load without
+our classes.
 """
 
 from __future__ import annotations
@@ -18,13 +18,8 @@ from torch import Tensor, nn
 from hf_emopt.routing.lora import LORA_MODES, pack_adapter, unpack_adapter
 from hf_emopt.routing.matrix_view import MatrixView
 from hf_emopt.routing.packing import STRUCTURAL_KEYS, pack_matrix_views, unpack_matrix_views
-from hf_emopt.routing.route import (
-    ParameterRoute,
-    RouteTable,
-    route_named_parameters,
-    route_parameters,
-    route_parameters_list,
-)
+from hf_emopt.routing.route import route_named_parameters, route_parameters, route_parameters_list
+from hf_emopt.routing.table import ParameterRoute, RouteTable
 from hf_emopt.rules.base import Group, MatrixRule
 
 ParamsArgument = nn.Module | Iterable[Any]
@@ -32,11 +27,7 @@ ParamsArgument = nn.Module | Iterable[Any]
 
 @dataclass(frozen=True)
 class Derived:
-    """A default that follows from the other values of a group, so that a group with its own value has its own default too.
-
-    Attributes:
-        of: makes it from the group; picklable, as copies of an optimizer have it too.
-    """
+    """A default that ``of`` makes from the other values of a group; picklable, as copies of an optimizer have it too."""
 
     of: Callable[[Group], Any]
 
@@ -61,8 +52,7 @@ class GroupBuilder:
 
     Args:
         kind_defaults: for ``"matrix"`` and ``"aux"``, the hyperparameters that a group of that kind has, with defaults, of
-            which some may be :class:`Derived`. The learning rate and weight decay of the auxiliary groups may differ from the
-            matrices'.
+            which some may be :class:`Derived`.
         matrix_modules, aux_modules, per_head, lora: passed on to :func:`hf_emopt.route_parameters`.
         lora_lr_ratio: the B factors of LoRA adapters get groups of their own with the learning rate times this.
         lora_defaults: hyperparameters that adapter matrices have instead of the others' by rank: what it returns is put into
@@ -114,12 +104,9 @@ class GroupBuilder:
                 "lora and lora_lr_ratio need to know which parameters are the factors of an adapter, and only parameters "
                 "were given; pass the model itself, or for a rate of their own groups with their own 'lr'"
             )
-        if all(isinstance(item, dict) for item in items):
-            built = [self.from_group(item) for item in items]
-            groups = [g for part, _ in built for g in part]
-            return groups, RouteTable([r for _, routes in built for r in routes])
-        groups, routes = self.from_group({"params": items})
-        return groups, RouteTable(routes)
+        are_groups = all(isinstance(item, dict) for item in items)
+        built = [self.from_group(item) for item in (items if are_groups else [{"params": items}])]
+        return [g for groups, _ in built for g in groups], RouteTable([r for _, routes in built for r in routes])
 
     def from_group(self, group: Group) -> tuple[list[Group], list[ParameterRoute]]:
         """A user's group as one group of each kind in it.
@@ -139,12 +126,8 @@ class GroupBuilder:
         if adapters is not None:
             known = {name: unpack_adapter(packed) for (name, _), packed in zip(members, adapters, strict=True)}
             routes = [replace(route, adapter=known[route.name]) for route in routes]
-        result = []
-        for kind in ("matrix", "aux"):
-            chosen = [r for r in routes if r.kind == kind]
-            if chosen:
-                result.append(self._make(kind, chosen, named, dict(group)))
-        return result, routes
+        by_kind = {kind: [r for r in routes if r.kind == kind] for kind in ("matrix", "aux")}
+        return [self._make(kind, chosen, named, group) for kind, chosen in by_kind.items() if chosen], routes
 
     def _check_keys(self, group: Group) -> None:
         """Refuses a key that is a misspelt hyperparameter; other keys of the user's own are kept, as torch keeps them."""
@@ -169,24 +152,20 @@ class GroupBuilder:
         pairs: list[tuple[str, Tensor]] = []
         for item in members:
             if isinstance(item, tuple) != are_named or not isinstance(item[-1] if are_named else item, Tensor):
-                raise TypeError(
-                    f"expected parameters or (name, parameter) pairs throughout, found {type(item).__name__}"
-                )
-            if are_named:
-                pairs.append(item)
-            else:
-                pairs.append((f"param.{self.unnamed}", item))
-                self.unnamed += 1
+                found = type(item).__name__
+                raise TypeError(f"expected parameters or (name, parameter) pairs throughout, found {found}")
+            pairs.append(item if are_named else (f"param.{self.unnamed}", item))
+            self.unnamed += not are_named
         _check_distinct(pairs)
         packed = matrix_views or [None] * len(pairs)
-        given = {name: matrix_view for (name, _), matrix_view in zip(pairs, packed, strict=True)}
+        given = {name: views for (name, _), views in zip(pairs, packed, strict=True)}
         pairs = [(name, p) for name, p in pairs if p.requires_grad]
         named = dict(pairs)
         if kind is not None:
             return named, [_explicit(name, p, kind, given[name]) for name, p in pairs]
         table = route_named_parameters(pairs) if are_named else route_parameters_list([p for _, p in pairs])
         # Lists are routed by shape; the names given here are unique across groups.
-        return named, [_renamed(route, name) for route, (name, _) in zip(table, pairs, strict=True)]
+        return named, [replace(route, name=name) for route, (name, _) in zip(table, pairs, strict=True)]
 
     def _by_route(self, table: RouteTable, named: dict[str, Tensor]) -> list[Group]:
         groups = []
@@ -216,11 +195,9 @@ class GroupBuilder:
         return "lora" if self.lora_defaults is not None and route.kind == "matrix" else ""
 
     def _make(self, kind: str, routes: list[ParameterRoute], named: dict[str, Tensor], given: Group) -> Group:
-        defaults = self.kind_defaults[kind]
-        derived = {key: value for key, value in defaults.items() if isinstance(value, Derived)}
-        group = {**defaults, **given}
-        for key, value in derived.items():
-            if group[key] is value or group[key] is None:
+        group = {**self.kind_defaults[kind], **given}
+        for key, value in self.kind_defaults[kind].items():
+            if isinstance(value, Derived) and (group[key] is value or group[key] is None):
                 group[key] = value.of(group)
         if isinstance(group["lr"], Tensor):
             group["lr"] = group["lr"].clone()  # one of its own: a scheduler that multiplies it would do so once a group
@@ -256,23 +233,6 @@ def _check_distinct(pairs: list[tuple[str, Tensor]]) -> None:
         raise ValueError("two parameters have the same name; names identify state in checkpoints, so make them unique")
 
 
-def _renamed(route: ParameterRoute, name: str) -> ParameterRoute:
-    return (
-        route
-        if route.name == name
-        else ParameterRoute(
-            name,
-            route.shape,
-            route.kind,
-            route.matrix_views,
-            route.decay,
-            route.reason,
-            route.module_type,
-            route.aliases,
-        )
-    )
-
-
 def _explicit(name: str, param: Tensor, kind: str, packed: list[Any] | None) -> ParameterRoute:
     shape = tuple(param.shape)
     if kind == "aux":
@@ -291,11 +251,8 @@ def _explicit(name: str, param: Tensor, kind: str, packed: list[Any] | None) -> 
 def describe_torch_group(group: Group) -> str:
     """Name, size and learning rate of a group, for tables and messages."""
     count = sum(p.numel() for p in group["params"])
-    lr = float(torch.as_tensor(group["lr"]))
-    return (
-        f"{group['name']}: {len(group['params'])} parameters, {count:,} elements, lr {lr:g}, "
-        f"weight decay {group['weight_decay']:g}"
-    )
+    size = f"{len(group['params'])} parameters, {count:,} elements"
+    return f"{group['name']}: {size}, lr {float(group['lr']):g}, weight decay {group['weight_decay']:g}"
 
 
 _BY_PARAMETER = ("params", "param_names", "units", "adapters")
@@ -303,14 +260,7 @@ _BY_PARAMETER = ("params", "param_names", "units", "adapters")
 
 
 def keep_parameters(groups: Sequence[Group], kept: set[int]) -> list[str]:
-    """Drops parameters from groups, in place.
-
-    Args:
-        kept: of the parameters that stay, by ``id``.
-
-    Returns:
-        Names of those that were dropped.
-    """
+    """Drops all parameters but those with these ``id`` from groups, in place, and returns the names of the dropped ones."""
     dropped: list[str] = []
     for group in groups:
         stay = [index for index, param in enumerate(group["params"]) if id(param) in kept]

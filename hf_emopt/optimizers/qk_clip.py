@@ -73,9 +73,6 @@ def qk_clip(
         margin: part of the threshold that is left free for what the next step adds, from 0 on and below 1: logits above
             ``(1 - margin) * threshold`` are scaled to that. 0 is the paper's algorithm.
 
-    Returns:
-        What was clipped.
-
     Raises:
         ValueError: threshold, balance or margin is out of range, a name or a number of heads does not fit the model, a
             logit is NaN or infinite, or a head is to be scaled where nothing can act: frozen weights, adapters, norms
@@ -138,10 +135,9 @@ def _on_host(found: Mapping[str, QueryKey], max_logits: Mapping[str, Tensor]) ->
             raise ValueError(
                 f"QK-clip: the model has no attention module {name!r} with a query and a key; it has {known}"
             )
-        if tuple(value.shape) != (found[name].heads,):
-            raise ValueError(
-                f"QK-clip: {name} has {found[name].heads} query heads, but max_logits has shape {tuple(value.shape)}"
-            )
+        heads, shape = found[name].heads, tuple(value.shape)
+        if shape != (heads,):
+            raise ValueError(f"QK-clip: {name} has {heads} query heads, but max_logits has shape {shape}")
     if not max_logits:
         return {}
     devices = {value.device for value in max_logits.values()}
@@ -164,11 +160,7 @@ def _check_acts(query_key: QueryKey, value: Tensor, line: float) -> None:
 
 
 def _shares(query_key: QueryKey, gamma: Tensor, balance: float) -> list[tuple[HeadRows, Tensor]]:
-    """The factor of every head of every part.
-
-    Args:
-        gamma: ``(heads,)`` float64.
-    """
+    """The factor of every head of every part; ``gamma`` is ``(heads,)`` float64."""
     if query_key.shared:
         gamma = gamma.min().expand(query_key.heads)
     groups = gamma.view(query_key.kv_heads, -1)
@@ -185,8 +177,7 @@ def _shares(query_key: QueryKey, gamma: Tensor, balance: float) -> list[tuple[He
 
 def _multiply(factors: dict[str, tuple[HeadRows, Tensor]], rows: HeadRows, by_head: Tensor) -> None:
     """Multiplies a parameter's factors: it may hold several parts, and several modules may use it."""
-    if rows.name not in factors:
-        factors[rows.name] = (rows, torch.ones(rows.parameter.shape[rows.dim], dtype=torch.float64))
-    factor = factors[rows.name][1]
+    ones = torch.ones(rows.parameter.shape[rows.dim], dtype=torch.float64)
+    _, factor = factors.setdefault(rows.name, (rows, ones))
     heads = rows.rows.shape[0]
     factor[rows.rows.flatten()] *= by_head[:heads].repeat_interleave(rows.rows.shape[1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 from hf_emopt.optimizers.base import MatrixOptimizer
@@ -23,12 +24,8 @@ def _second_beta(group: Group) -> Any:
     return betas[1] if isinstance(betas, Sequence) and len(betas) == 2 else None  # for validation to refuse
 
 
-def _period(group: Group) -> Any:
-    return group["precondition_frequency"]
-
-
 # Made when the group is, and kept: a schedule of the period must not move what has begun.
-_START = Derived(_period)
+_START = Derived(itemgetter("precondition_frequency"))
 _GRAFTING_BETA2 = Derived(_second_beta)
 
 
@@ -64,19 +61,10 @@ class Shampoo(MatrixOptimizer):
             (``tf32``), which is felt in the loss. From 1e-3 on, roots in ``fp16`` take less than half of the products.
         root_dtype: dtype in which inverse roots are kept. In float16 a root with an entry above 65504 counts as failed.
         matmul_precision, factor_storage, tolerated_failures, weight_decay_type: as for :class:`SOAP`.
-        aux_lr, aux_betas, aux_eps, aux_weight_decay: of the AdamW part; ``None`` takes the matrices' value.
-        matrix_modules, aux_modules: regular expressions on dotted parameter names that override the routing.
-        state_dtype: of first and second moments, momentum and AdamW's moments as for :class:`Muon`; factors have
-            ``factor_storage``.
+        aux_lr, aux_betas, aux_eps, aux_weight_decay, matrix_modules, aux_modules: as for :class:`SOAP`.
+        state_dtype, tensor_parallel, lora_one_sided: as for :class:`SOAP`.
         offload_state, low_precision_weights, per_head, allow_no_matrices, skip_nonfinite: as for :class:`Muon`.
-        transport_dtype, overlap_param_gather, process_group: as for :class:`Muon`.
-        tensor_parallel: ``"auto"`` and ``"layerwise"`` bring whole matrices to owners, with their factors; ``"blockwise"``
-            gives each slice that tensor parallelism makes factors of its own: no bytes, but another update.
-        tensor_parallel_modules: the same for single parameters, ``"pattern:mode"`` with ``;`` between.
-        lora_lr_ratio: learning rate of the B factors of LoRA adapters over that of the A factors (LoRA+, S. Hayou et al.,
-            arXiv:2402.12354, who use 16 with AdamW); schedulers keep it, and it is logged as ``lr/matrix_lora_B``.
-        lora_one_sided: precondition LoRA factors on the side of their rank alone; the factor of the other side would be many
-            times as large as the adapter.
+        transport_dtype, overlap_param_gather, process_group, tensor_parallel_modules, lora_lr_ratio: as for :class:`Muon`.
 
     Raises:
         ValueError: when a value is out of range, or no parameter is a matrix.

@@ -52,12 +52,9 @@ class SOAP(MatrixOptimizer):
         state_dtype: of first and second moments, momentum and AdamW's moments as for :class:`Muon`; factors have
             ``factor_storage``.
         offload_state, low_precision_weights, per_head, allow_no_matrices, skip_nonfinite: as for :class:`Muon`.
-        transport_dtype, overlap_param_gather, process_group: as for :class:`Muon`.
+        transport_dtype, overlap_param_gather, process_group, tensor_parallel_modules, lora_lr_ratio: as for :class:`Muon`.
         tensor_parallel: ``"auto"`` and ``"layerwise"`` bring whole matrices to owners, with their factors; ``"blockwise"``
             gives each slice that tensor parallelism makes factors of its own: no bytes, but another update.
-        tensor_parallel_modules: the same for single parameters, ``"pattern:mode"`` with ``;`` between.
-        lora_lr_ratio: learning rate of the B factors of LoRA adapters over that of the A factors (LoRA+, S. Hayou et al.,
-            arXiv:2402.12354, who use 16 with AdamW); schedulers keep it, and it is logged as ``lr/matrix_lora_B``.
         lora_one_sided: precondition LoRA factors on the side of their rank alone; the factor of the other side would be many
             times as large as the adapter.
 

@@ -16,8 +16,7 @@ CHECK_EVERY = 100
 class UntrackedParameters:
     """Warns of parameters that were added to a model, or unfrozen, after its optimizer was built.
 
-    An optimizer sees nothing of these. So the model is read when other parameters have gradients than in the step before, and
-    every :data:`CHECK_EVERY` steps.
+    The model is read when other parameters have gradients than in the step before, and every :data:`CHECK_EVERY` steps.
 
     Attributes:
         present: names of the parameters that had a gradient at the last check.
@@ -29,18 +28,11 @@ class UntrackedParameters:
         self.steps = CHECK_EVERY
 
     def check(self, model: nn.Module, groups: Sequence[Group], present: frozenset[str]) -> None:
-        """Reads the model.
-
-        Args:
-            model: that the optimizer was built from.
-            groups: the optimizer's.
-            present: names of the parameters with a gradient.
-        """
+        """Reads the model; ``present`` are the names of the parameters with a gradient."""
         self.present, self.steps = present, 0
         known = {id(param) for group in groups for param in group["params"]}
-        untracked = [
-            n for n, p in model.named_parameters() if p.requires_grad and p.grad is not None and id(p) not in known
-        ]
+        trained = (item for item in model.named_parameters() if item[1].requires_grad and item[1].grad is not None)
+        untracked = [name for name, param in trained if id(param) not in known]
         if untracked:
             warnings.warn(
                 f"{len(untracked)} parameters have a gradient and are not the optimizer's, so it does not train them: "

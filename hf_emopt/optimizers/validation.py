@@ -26,7 +26,6 @@ def validate_group(group: Group, rule: MatrixRule, groups: Sequence[Group], defa
 
     Args:
         group: as the builder made it: complete, parameters with their names.
-        rule: of the optimizer's matrices.
         groups: those that the optimizer has.
         defaults: the optimizer's, by which a message tells ``lr`` from ``aux_lr``.
 

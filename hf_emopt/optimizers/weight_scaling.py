@@ -34,7 +34,6 @@ def scale_slices(
 
     Args:
         optimizer: that steps the parameter, or ``None``: then the weights that are stored are all there is.
-        name: for messages.
         param: plain or DTensor; each rank scales what it holds.
         factors: ``(param.shape[dim],)`` float64, on the CPU; the same on every rank.
         dim: of the whole parameter.
@@ -87,22 +86,12 @@ def _scale_owned(
     offset = 0
     for owned_region in owned_regions:
         length = owned_region.shape[owned_region.dim]
-        whole = owned_region.shape == tuple(param.shape)
-        part = {
-            key: state[key] if whole else state[key].narrow(owned_region.dim, offset, length)
-            for key in WEIGHT_STATE
-            if key in state
-        }
+        part = {key: state[key] for key in WEIGHT_STATE if key in state}
+        if owned_region.shape != tuple(param.shape):
+            part = {key: value.narrow(owned_region.dim, offset, length) for key, value in part.items()}
         offset += length
-        _scale(
-            param[slices(owned_region.region)],
-            part,
-            factors[slice(*owned_region.region[dim])],
-            dim,
-            zero_centered,
-            policy,
-            noise,
-        )
+        weight, by = param[slices(owned_region.region)], factors[slice(*owned_region.region[dim])]
+        _scale(weight, part, by, dim, zero_centered, policy, noise)
     changed = (factors != 1).nonzero().flatten().to(param.device)
     # In float32, which holds every 16-bit number and which every backend adds; all but the owner add zeros.
     mine = torch.zeros(param.shape, dtype=torch.float32, device=param.device)

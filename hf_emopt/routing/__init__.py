@@ -3,14 +3,8 @@
 from hf_emopt.routing.architectures import register_architecture
 from hf_emopt.routing.matrix_view import MatrixView
 from hf_emopt.routing.parameter import ArchitectureRule, Decision, ParameterInfo, aux, matrix
-from hf_emopt.routing.route import (
-    ParameterRoute,
-    RouteTable,
-    coverage_warning,
-    route_named_parameters,
-    route_parameters,
-    route_parameters_list,
-)
+from hf_emopt.routing.route import route_named_parameters, route_parameters, route_parameters_list
+from hf_emopt.routing.table import ParameterRoute, RouteTable, coverage_warning
 
 __all__ = [
     "ArchitectureRule",

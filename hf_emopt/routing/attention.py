@@ -50,7 +50,6 @@ def concatenated_qkv(name: str) -> ArchitectureRule:
 
 
 def _concatenated(parameter: ParameterInfo, parts: Parts, head: int | None, by_head: bool) -> Decision:
-    """Parts q, k, v one after the other, each one matrix or one matrix per head of ``head`` rows."""
     views = rows(parameter.shape, parts, head_dim=head if by_head else None)
     return matrix(views, _fused("q, k, v", by_head), "attention")
 
@@ -166,7 +165,7 @@ def qwen3_next_delta(parameter: ParameterInfo, module: nn.Module, relative: str)
         return matrix(views, "fused b, a key head by key head, split", "attention")
     parts = (("q", key), ("k", key), ("v", ratio * value), ("z", ratio * value))
     width = {"q": key, "k": key} if parameter.per_head else None
-    if parameter.per_head and value and key and (2 * key) % value == 0 and (ratio * value) % value == 0:
+    if parameter.per_head and (2 * key) % value == 0:
         width = {"q": key, "k": key, "v": value}
     block = 2 * key + 2 * ratio * value
     if width is not None and any(block % size for size in width.values()):
@@ -203,11 +202,8 @@ def latent_attention(parameter: ParameterInfo, module: nn.Module, relative: str)
         if out != count * (nope + value):
             return None
         if not parameter.per_head:
-            return matrix(
-                (MatrixView.whole(parameter.shape),),
-                "whole: k and v of all heads as one map from the latent",
-                "attention",
-            )
+            reason = "whole: k and v of all heads as one map from the latent"
+            return matrix((MatrixView.whole(parameter.shape),), reason, "attention")
         view = (count, nope + value, parameter.shape[1])
         cuts = (("k", 0, nope), ("v", nope, nope + value))
         views = tuple(MatrixView(n, view, (1,), (2,), (0,), dim=1, start=start, stop=stop) for n, start, stop in cuts)

@@ -71,9 +71,8 @@ def zamba_in_proj(parameter: ParameterInfo, module: nn.Module, relative: str) ->
 
 
 def has_layout_flags(module: nn.Module) -> bool:
-    return all(
-        isinstance(getattr(module, flag, None), bool) for flag in ("is_transposed", "is_concatenated", "has_gate")
-    )
+    flags = ("is_transposed", "is_concatenated", "has_gate")
+    return all(isinstance(getattr(module, flag, None), bool) for flag in flags)
 
 
 def flagged_experts(parameter: ParameterInfo, module: nn.Module, relative: str) -> Decision | None:
@@ -174,6 +173,5 @@ def recurrent(parameter: ParameterInfo, module: nn.Module, relative: str) -> Dec
         return None
     if len(gates) == 1:
         return matrix((MatrixView.whole(parameter.shape),), "recurrent weight")
-    return matrix(
-        rows(parameter.shape, tuple((gate, hidden) for gate in gates)), f"fused gates {', '.join(gates)}, split"
-    )
+    views = rows(parameter.shape, tuple((gate, hidden) for gate in gates))
+    return matrix(views, f"fused gates {', '.join(gates)}, split")

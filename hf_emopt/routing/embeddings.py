@@ -141,28 +141,20 @@ def _mirrors_embedding(infos: list[ParameterInfo]) -> Iterator[ParameterInfo]:
 
 
 def special_parameters(model: nn.Module, infos: list[ParameterInfo]) -> dict[int, tuple[str, str]]:
-    """Role and reason of embeddings and heads, by ``id(parameter)``: a tied weight is found whatever its first name.
-
-    Args:
-        model: the model, wrapped or not.
-        infos: :func:`iter_parameters` of it.
-
-    Returns:
-        ``{id(parameter): ("embedding" | "head", reason)}``.
-    """
+    """Role (``"embedding"`` or ``"head"``) and reason of embeddings and heads, by ``id(parameter)``: a tied weight is found
+    whatever its first name. ``infos`` are :func:`iter_parameters` of the model."""
     found: dict[int, tuple[str, str]] = {}
     for info in infos:
         if is_embedding(info.owner) and len(info.shape) > 1:
-            found.setdefault(id(info.parameter), ("embedding", f"{class_names(info.owner)[0]}"))
-    for module in _asked(model, "get_input_embeddings"):
-        for weight in _weights(module):
-            found.setdefault(id(weight), ("embedding", "input embedding (get_input_embeddings)"))
-    for module in _asked(model, "get_output_embeddings"):
-        for weight in _weights(module):
-            found.setdefault(id(weight), ("head", "output head (get_output_embeddings)"))
-    for module in _task_heads(model):
-        for weight in _weights(module):
-            found.setdefault(id(weight), ("head", "output head: its outputs are labels or words"))
+            found.setdefault(id(info.parameter), ("embedding", class_names(info.owner)[0]))
+    answers: tuple[tuple[str, str, Iterator[nn.Module]], ...] = (
+        ("embedding", "input embedding (get_input_embeddings)", _asked(model, "get_input_embeddings")),
+        ("head", "output head (get_output_embeddings)", _asked(model, "get_output_embeddings")),
+        ("head", "output head: its outputs are labels or words", _task_heads(model)),
+    )
+    for role, reason, modules in answers:
+        for weight in (weight for module in modules for weight in _weights(module)):
+            found.setdefault(id(weight), (role, reason))
     for info in infos:
         if _named_head(info):
             found.setdefault(id(info.parameter), ("head", f"output head ({info.path[0]} of the model)"))

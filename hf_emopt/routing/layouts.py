@@ -78,7 +78,6 @@ def grouped_rows(
 
     Args:
         shape: ``(out, in)``.
-        groups: number of blocks.
         parts: name and rows *per group*.
         head_dim: outputs per head, for one matrix per head.
 
@@ -111,7 +110,6 @@ def expert_stack(
     """A stack of experts ``(E, out, in)``, or ``(E, in, out)`` when ``transposed``, as a batch of ``E`` matrices.
 
     Args:
-        shape: shape of the parameter.
         names: names of equal matrices fused along the outputs (``("gate", "up")``); none or one for a single matrix.
         transposed: the outputs are the last dimension.
         interleaved: output ``i`` belongs to matrix ``i % len(names)`` (GPT-OSS), instead of block after block.
@@ -126,12 +124,7 @@ def expert_stack(
     views = []
     for i, name in enumerate(names):
         cut = (i, out, count) if interleaved else (i * (out // count), (i + 1) * (out // count), 1)
-        start, stop, step = cut
-        views.append(
-            MatrixView(
-                name, dims, rows=(out_dim,), cols=(in_dim,), batch=(0,), dim=out_dim, start=start, stop=stop, step=step
-            )
-        )
+        views.append(MatrixView(name, dims, (out_dim,), (in_dim,), (0,), out_dim, *cut))
     return tuple(views)
 
 

@@ -17,12 +17,7 @@ from hf_emopt.routing.parameter import ParameterInfo
 from hf_emopt.routing.table import ParameterRoute
 
 _SIDES = {"lora_A": "A", "lora_B": "B", "lora_embedding_A": "A", "lora_embedding_B": "B"}
-_OTHER = {
-    "lora_A": "lora_B",
-    "lora_B": "lora_A",
-    "lora_embedding_A": "lora_embedding_B",
-    "lora_embedding_B": "lora_embedding_A",
-}
+_OTHER = {side: side[:-1] + ("B" if side.endswith("A") else "A") for side in _SIDES}
 
 
 def adapter_side(info: ParameterInfo) -> tuple[str, nn.Module | None] | None:
@@ -37,7 +32,6 @@ def link_adapters(routes: Sequence[ParameterRoute], infos: dict[str, ParameterIn
     """The routes, each LoRA factor with an :class:`Adapter`.
 
     Args:
-        routes: of all parameters that are trained.
         infos: by the name of the route.
         lora: ``"joint"`` makes both factors matrices with ``rank`` columns (A transposed) that are stepped as one.
 
@@ -105,19 +99,15 @@ def _factors(
 
 def _tall(route: ParameterRoute, side: str) -> MatrixView:
     """A factor as ``(B, outputs or inputs, rank)``."""
-    matrix_view = (
-        route.matrix_views[0]
-        if len(route.matrix_views) == 1
-        else MatrixView("", route.shape, (0,), tuple(range(1, len(route.shape))))
-    )
+    flat = MatrixView("", route.shape, (0,), tuple(range(1, len(route.shape))))
+    matrix_view = route.matrix_views[0] if len(route.matrix_views) == 1 else flat
     return replace(matrix_view, rows=matrix_view.cols, cols=matrix_view.rows) if _SIDES[side] == "A" else matrix_view
 
 
 def _by_groups(matrix_view: MatrixView, groups: int) -> MatrixView:
-    rank = matrix_view.view[0]
-    rest = matrix_view.view[1:]
-    count = len(rest)
-    return MatrixView("", (groups, rank // groups, *rest), rows=tuple(range(2, 2 + count)), cols=(1,), batch=(0,))
+    rank, *rest = matrix_view.view
+    view = (groups, rank // groups, *rest)
+    return MatrixView("", view, rows=tuple(range(2, len(view))), cols=(1,), batch=(0,))
 
 
 def _check_pair(
@@ -137,6 +127,5 @@ def _check_pair(
     if getattr(layer, "lora_E", None) is not None:
         raise ValueError(f"{route.name} belongs to AdaLoRA, whose product is B diag(E) A and not B A: {instead}")
     if not factors:
-        raise ValueError(
-            f"{route.name} {route.shape} and {partner.name} {partner.shape} have no common rank: {instead}"
-        )
+        shapes = f"{route.name} {route.shape} and {partner.name} {partner.shape}"
+        raise ValueError(f"{shapes} have no common rank: {instead}")

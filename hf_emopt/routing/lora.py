@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 LoraMode = Literal["separate", "joint"]
-LORA_MODES: tuple[str, ...] = ("separate", "joint")
+LORA_MODES: tuple[str, ...] = get_args(LoraMode)
 
 
 @dataclass(frozen=True)

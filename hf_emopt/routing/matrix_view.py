@@ -1,8 +1,6 @@
-"""A matrix view: one batch of matrices inside a stored parameter.
+"""A matrix view: how a parameter, as it is stored, holds a batch of the matrices that the forward pass multiplies by.
 
-Parameters are stored the way a model finds handy (fused, transposed, interleaved, stacked); an optimizer must see the
-matrices that the forward pass multiplies by. A :class:`MatrixView` is the recipe that leads from the one to the other and
-back, as plain integers: it can be printed, compared across ranks and kept in a checkpoint.
+It consists of plain integers, so that it can be printed, compared across ranks and kept in a checkpoint.
 """
 
 from __future__ import annotations
@@ -45,17 +43,14 @@ class MatrixView:
 
     def __post_init__(self) -> None:
         order = self.batch + self.rows + self.cols
+        where = f"matrix view {self.name!r}"
         if sorted(order) != list(range(len(self.view))):
-            raise ValueError(
-                f"matrix view {self.name!r}: batch + rows + cols = {order} must name each of {self.view} once"
-            )
+            raise ValueError(f"{where}: batch + rows + cols = {order} must name each of {self.view} once")
         if not self.rows or not self.cols:
-            raise ValueError(
-                f"matrix view {self.name!r}: a matrix needs rows and columns, got rows={self.rows} cols={self.cols}"
-            )
+            raise ValueError(f"{where}: a matrix needs rows and columns, got rows={self.rows} cols={self.cols}")
         if self.dim is not None and not (0 <= self.start < self.stop <= self.view[self.dim] and self.step >= 1):
             cut = f"{self.start}:{self.stop}:{self.step}"
-            raise ValueError(f"matrix view {self.name!r}: cut {cut} is outside dimension {self.dim} of {self.view}")
+            raise ValueError(f"{where}: cut {cut} is outside dimension {self.dim} of {self.view}")
 
     @classmethod
     def whole(cls, shape: tuple[int, ...] | torch.Size, *, transposed: bool = False) -> MatrixView:
@@ -96,11 +91,8 @@ class MatrixView:
         return viewed[tuple(index)]
 
     def extract(self, tensor: Tensor) -> Tensor:
-        """The matrix view's matrices ``(B, m, n)`` out of a tensor with the parameter's elements; a view where strides allow.
-
-        Args:
-            tensor: any dtype, ``prod(view)`` elements in the parameter's (row-major) order.
-        """
+        """The matrices ``(B, m, n)`` out of a tensor of any dtype with the parameter's elements in row-major order; a view
+        where strides allow."""
         return self._cut(tensor).permute(self.batch + self.rows + self.cols).reshape(self.shape)
 
     def insert(self, target: Tensor, matrices: Tensor) -> None:
@@ -108,7 +100,6 @@ class MatrixView:
 
         Args:
             target: contiguous tensor with the parameter's elements, changed in place (cast to its dtype).
-            matrices: ``(B, m, n)``.
 
         Raises:
             ValueError: when ``target`` is not contiguous, since the write would go to a copy.

@@ -30,11 +30,7 @@ _FUSED_NAMES = re.compile(r"(?i)^(w_?qkv|qkv|qkv_proj|c_attn|query_key_value|in_
 
 
 def decide(info: ParameterInfo, special: dict[int, tuple[str, str]]) -> Decision:
-    """The route of one use of one parameter.
-
-    Args:
-        info: the parameter and the modules around it.
-        special: embeddings and heads, see :func:`special_parameters`.
+    """The route of one use of one parameter; ``special`` are embeddings and heads, see :func:`special_parameters`.
 
     Raises:
         ValueError: a rule's matrix views do not cover the parameter exactly.
@@ -147,10 +143,8 @@ def _convolution(info: ParameterInfo) -> Decision | None:
 
 
 def _reads_input(info: ParameterInfo) -> bool:
-    """Whether a convolution of few channels is of the input: kernels of one pixel are, of the model's first one only.
-
-    Others of these widen a bottleneck, as in a squeeze-and-excite block.
-    """
+    """Whether a convolution of few channels is of the input. Kernels of one pixel are where they are the model's first;
+    others widen a bottleneck, as in a squeeze-and-excite block."""
     if math.prod(info.shape[2:]) > 1:
         return True
     modules = info.chain[-1][1].modules()
@@ -202,6 +196,4 @@ def _experts(info: ParameterInfo) -> Decision | None:
 
 
 def _embedding_table(info: ParameterInfo) -> Decision | None:
-    if is_embedding(info.owner):
-        return aux(class_names(info.owner)[0], "embedding")
-    return None
+    return aux(class_names(info.owner)[0], "embedding") if is_embedding(info.owner) else None

@@ -25,8 +25,7 @@ class Patterns:
     neither ``mlp.gate_proj.weight`` nor ``attn_gated_norm.weight``; ``layers\\.[0-3]`` matches the first four layers.
 
     Args:
-        patterns: one regular expression, several, or None.
-        option: name of the option, for messages.
+        option: its name, for messages.
 
     Raises:
         ValueError: a pattern is empty or not a regular expression.
@@ -45,10 +44,8 @@ class Patterns:
     def find(self, names: Iterable[str]) -> str | None:
         """The first pattern that matches one of ``names``, or None."""
         candidates = list(names)
-        for text, compiled in self._compiled.items():
-            if any(compiled.search(name) for name in candidates):
-                return text
-        return None
+        found = (text for text, compiled in self._compiled.items() if any(map(compiled.search, candidates)))
+        return next(found, None)
 
     def check_matched(self, trainable: Sequence[str], frozen: Sequence[str] = ()) -> None:
         """Every pattern must match a trainable parameter.
@@ -76,14 +73,7 @@ class Patterns:
 
 
 class Overrides:
-    """The patterns of ``matrix_modules`` and ``aux_modules``, and what they met while parameters were routed.
-
-    Args:
-        matrix_modules, aux_modules: see :func:`hf_emopt.routing.route_parameters`.
-
-    Raises:
-        ValueError: a pattern is empty or not a regular expression.
-    """
+    """The patterns of ``matrix_modules`` and ``aux_modules``, and what they met while parameters were routed."""
 
     def __init__(self, matrix_modules: str | Sequence[str] | None, aux_modules: str | Sequence[str] | None) -> None:
         self._matrix, self._aux = Patterns(matrix_modules, "matrix_modules"), Patterns(aux_modules, "aux_modules")
@@ -101,7 +91,6 @@ class Overrides:
         """The decision of the user for one parameter, ``None`` where no pattern names it.
 
         Args:
-            names: the names that patterns are compared with.
             label: the name for messages.
             shape: global shape; ``matrix_modules`` does not apply to a vector.
             views: returns the matrices of the parameter.

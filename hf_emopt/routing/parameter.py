@@ -51,10 +51,9 @@ class ParameterInfo:
     Attributes:
         name: name in ``model.named_parameters(remove_duplicate=False)``.
         canonical: ``name`` without the components of wrappers (``module.``, ``_orig_mod.``, ``base_model.model.`` ...).
-        leaf: name inside the module that owns it (``"weight"``).
+        leaf: name inside the module that owns it, ``owner`` (``"weight"``).
         shape: global shape, before any sharding.
         parameter: the tensor; only its identity and dtype are used, so it may be on ``meta``.
-        owner: module that owns it.
         chain: modules from the owner up to the model, nearest first, each with the parameter's name relative to it;
             these names leave out the components of wrappers, so ``("c_attn.weight", GPT2Attention)`` holds under PEFT too.
         per_head: the user asked for one matrix per attention head.
@@ -71,7 +70,6 @@ class ParameterInfo:
 
     @property
     def numel(self) -> int:
-        """Elements of the global tensor."""
         return math.prod(self.shape)
 
     @property
@@ -92,11 +90,8 @@ class ParameterInfo:
 
     def setting(self, *names: str) -> int | None:
         """First of ``names`` found as an integer on a module of the chain or its ``config``, nearest module first."""
-        for _, module in self.chain:
-            found = setting(module, *names)
-            if found is not None:
-                return found
-        return None
+        found = (setting(module, *names) for _, module in self.chain)
+        return next((value for value in found if value is not None), None)
 
 
 ArchitectureRule = Callable[[ParameterInfo, nn.Module, str], "Decision | None"]
@@ -107,8 +102,6 @@ it (``"query_key_value.weight"``); returns None for a parameter that it says not
 def setting(module: nn.Module, *names: str) -> int | None:
     """First of ``names`` that is a positive integer attribute of ``module`` or of its ``config``."""
     for holder in (module, getattr(module, "config", None)):
-        if holder is None:
-            continue
         for name in names:
             value = getattr(holder, name, None)
             if isinstance(value, int) and not isinstance(value, bool) and value > 0:
@@ -181,13 +174,11 @@ def iter_parameters(model: nn.Module, *, per_head: bool = False) -> Iterator[Par
             if parameter is None:
                 continue
             # modules[i] is the parent of names[i]; the name relative to it keeps the meaningful components below.
-            chain = tuple(
-                (
-                    ".".join([name for name, wrapper, adapted in names[i:] if not (wrapper or adapted)] + [leaf]),
-                    modules[i],
-                )
-                for i in range(len(modules) - 1, -1, -1)
-            )
+            below = [
+                ".".join([name for name, wrapper, adapted in names[i:] if not (wrapper or adapted)] + [leaf])
+                for i in range(len(modules))
+            ]
+            chain = tuple(zip(reversed(below), reversed(modules)))
             yield ParameterInfo(
                 name=".".join(full + (leaf,)),
                 canonical=".".join([name for name, wrapper, _ in names if not wrapper] + [leaf]),

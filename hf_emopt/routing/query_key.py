@@ -25,12 +25,8 @@ _QUERY_NORMS = frozenset({"q_norm", "query_norm", "q_layernorm", "query_layernor
 _KEY_NORMS = frozenset({"k_norm", "key_norm", "k_layernorm", "key_layernorm", "k_ln", "norm_k", "k_layer_norm"})
 _BOTH_NORMS = frozenset({"qk_norm"})
 # Norms of values, of the output and of the projections' inputs.
-_OTHER_NORMS = frozenset(
-    {
-        "v_norm", "value_norm", "o_norm", "out_norm", "sub_norm", "attn_sub_norm", "inner_attn_ln", "q_a_layernorm",
-        "kv_a_layernorm", "q_a_norm", "kv_a_norm",
-    }
-)  # fmt: skip
+_OTHER_NORMS = frozenset({"v_norm", "value_norm", "o_norm", "out_norm", "sub_norm", "attn_sub_norm", "inner_attn_ln"})
+_OTHER_NORMS |= {"q_a_layernorm", "kv_a_layernorm", "q_a_norm", "kv_a_norm"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +35,6 @@ class HeadRows:
 
     Attributes:
         name: in ``model.named_parameters()``.
-        parameter: the tensor that had this name when the model was searched.
         dim: dimension of the heads; each head has all of the other dimensions.
         rows: ``(heads, n)`` int64 indices along ``dim``, on the CPU; ``(1, n)`` where all heads share them.
         zero_centered: the module multiplies by ``1 + weight``.
@@ -58,7 +53,6 @@ class QueryKey:
 
     Attributes:
         name: the module's name without the components of wrappers.
-        module: the attention module.
         heads, kv_heads, head_dim: of the logits' query and key.
         query: rows of each query head that meet the key of their own group alone, which shares the factor with them.
         key: key heads, one for each group of ``heads // kv_heads`` query heads.
@@ -88,12 +82,11 @@ class QueryKey:
 def find_query_key(model: nn.Module, modules: str | Sequence[str] | None = None) -> dict[str, QueryKey]:
     """The queries and keys of a model's softmax attention, by the name of the attention module.
 
-    Fused and transposed projections are taken apart as routing takes them apart. Where a norm stands behind a projection,
-    it cancels every factor on the projection's rows, and the factor acts on the norm's own weight. A module whose query and
-    key do not train has an entry without rows; a module without a query and key of a known name has none.
+    Where a norm stands behind a projection, it cancels every factor on the projection's rows, and the factor acts on the
+    norm's own weight. A module whose query and key do not train has an entry without rows; a module without a query and key
+    of a known name has none.
 
     Args:
-        model: wrapped or not, sharded or not.
         modules: regular expressions for whole components of attention modules' names; the others are left out.
 
     Raises:
@@ -107,7 +100,9 @@ def find_query_key(model: nn.Module, modules: str | Sequence[str] | None = None)
         if place is not None:
             relative, module = place
             name = info.canonical.removesuffix(relative).rstrip(".") if info.canonical.endswith(relative) else ""
-            found.setdefault(id(module), (module, name or _prefix(info, relative), []))[2].append(info)
+            # An adapter's own components may stand between the module's name and the parameter's.
+            name = name or ".".join(info.path[: -(relative.count(".") + 1)])
+            found.setdefault(id(module), (module, name, []))[2].append(info)
     kept, left = {}, []
     for module, name, infos in found.values():
         if modules is not None and patterns.find([name]) is None:
@@ -133,12 +128,6 @@ def _attention_of(info: ParameterInfo) -> tuple[str, nn.Module] | None:
     return None
 
 
-def _prefix(info: ParameterInfo, relative: str) -> str:
-    """Name of the module, where an adapter's own components stand between it and the parameter."""
-    depth = relative.count(".") + 1
-    return ".".join(info.path[:-depth])
-
-
 class _Search:
     """What one attention module computes its query and key with."""
 
@@ -162,7 +151,8 @@ class _Search:
         query, key, head = parts
         heads = sum(r.rows.numel() for r in query if len(r.parameter.shape) > 1) // head
         kv_heads = sum(r.rows.numel() for r in key if len(r.parameter.shape) > 1) // head or heads
-        norms = {child: module for child, module in self.module.named_children() if self._is_norm(module)}
+        children = self.module.named_children()
+        norms = [child for child, module in children if any("Norm" in name for name in class_names(module))]
         self._check_norms(norms)
         shared = False
         if any(child in _QUERY_NORMS | _KEY_NORMS | _BOTH_NORMS for child in norms):
@@ -171,9 +161,8 @@ class _Search:
             shared = any(r.rows.shape[0] == 1 for r in query + key) and heads > 1
         if getattr(self.module, "is_kv_shared_layer", False):  # the key is another layer's
             key = []
-        return QueryKey(
-            self.name, self.module, heads, kv_heads, head, _training(query), _training(key), (), shared, self.adapted
-        )
+        rows = _training(query), _training(key), ()
+        return QueryKey(self.name, self.module, heads, kv_heads, head, *rows, shared, self.adapted)
 
     # --- projections --------------------------------------------------------------------------------------------------
 
@@ -209,8 +198,7 @@ class _Search:
             if side is not None:
                 self._check_whole(info)
             return []
-        dim = int(transposed)
-        return [(side, torch.arange(info.shape[dim]), dim)]
+        return [(side, torch.arange(info.shape[int(transposed)]), int(transposed))]
 
     def _is_fused(self, info: ParameterInfo) -> bool:
         decision = family_rule(info) if len(info.shape) == 2 else None
@@ -231,11 +219,7 @@ class _Search:
 
     # --- norms behind the projections ---------------------------------------------------------------------------------
 
-    @staticmethod
-    def _is_norm(module: nn.Module) -> bool:
-        return any("Norm" in name for name in class_names(module))
-
-    def _check_norms(self, norms: dict[str, nn.Module]) -> None:
+    def _check_norms(self, norms: list[str]) -> None:
         unknown = set(norms) - _QUERY_NORMS - _KEY_NORMS - _BOTH_NORMS - _OTHER_NORMS
         if unknown:
             raise ValueError(
@@ -252,18 +236,18 @@ class _Search:
                 continue
             numel = math.prod(info.shape)
             if numel == head:
-                rows, dim = torch.arange(head).view(1, -1), 0
+                rows = torch.arange(head).view(1, -1)
             elif info.shape == (heads, head):
-                rows, dim = torch.arange(heads).view(-1, 1), 0
+                rows = torch.arange(heads).view(-1, 1)
             elif numel == heads * head:
-                rows, dim = torch.arange(numel).view(heads, head), 0
+                rows = torch.arange(numel).view(heads, head)
             else:
                 raise ValueError(
                     f"QK-clip: {self.where}: {info.name} of shape {info.shape} is neither one weight for {heads} heads of "
                     f"{head} nor one for each; leave the module out with modules=..."
                 )
             centered = leaf == "weight" and _is_zero_centered(info.owner, info.shape)
-            found.append(HeadRows(info.name, info.parameter, dim, rows, centered))
+            found.append(HeadRows(info.name, info.parameter, 0, rows, centered))
         if not found and any(relative.startswith(f"{child}.") for relative in self.infos):
             raise ValueError(
                 f"QK-clip: {self.where}: the norm {child!r} keeps its weights in modules of its own, whose layout is not "

@@ -27,6 +27,7 @@ __all__ = [
     "route_parameters_list",
 ]
 
+
 # transformers' rule (Trainer.get_decay_parameter_names): these names, in lower case, and anything inside nn.LayerNorm.
 _NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 
@@ -79,7 +80,8 @@ def route_parameters(
     infos = list(iter_parameters(model, per_head=per_head))
     special = special_parameters(model, infos)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    no_decay = _names_inside_layer_norm(model)
+    modules = model.named_modules(remove_duplicate=False)
+    layer_norms = {f"{name}." for name, module in modules if name and isinstance(module, nn.LayerNorm)}
 
     uses: dict[int, list[ParameterInfo]] = {}
     for info in infos:
@@ -103,7 +105,7 @@ def route_parameters(
                 shape=group[0].shape,
                 kind=decision.kind,
                 matrix_views=decision.matrix_views,
-                decay=all(_decays(info, decision, no_decay) for info in group),
+                decay=all(_decays(info, decision, layer_norms) for info in group),
                 reason=decision.reason,
                 module_type=owner[0] if owner else type(group[0].owner).__name__,
                 aliases=tuple(info.name for info in group if info.name != name),
@@ -131,10 +133,9 @@ def _agree(group: list[ParameterInfo], decisions: list[Decision]) -> Decision:
 
 def _forced_views(group: list[ParameterInfo], special: dict[int, tuple[str, str]]) -> tuple[MatrixView, ...]:
     """The matrices that the rules see; where they see none, a convolution is flattened, others are taken as stored."""
-    natural = [decide(use, special) for use in group]
-    found = next((d.matrix_views for d in natural if d.kind == "matrix"), None)
-    if found:
-        return found
+    for decision in [decide(use, special) for use in group]:
+        if decision.kind == "matrix":
+            return decision.matrix_views
     info = group[0]
     if "Conv1D" in class_names(info.owner):
         return (MatrixView.whole(info.shape, transposed=True),)
@@ -145,13 +146,6 @@ def _forced_views(group: list[ParameterInfo], special: dict[int, tuple[str, str]
 
 def _as_stored(shape: tuple[int, ...]) -> tuple[MatrixView, ...]:
     return (MatrixView.whole(shape),)
-
-
-def _names_inside_layer_norm(model: nn.Module) -> set[str]:
-    prefixes = [
-        name for name, module in model.named_modules(remove_duplicate=False) if isinstance(module, nn.LayerNorm)
-    ]
-    return {f"{prefix}." for prefix in prefixes if prefix}
 
 
 def _decays(info: ParameterInfo, decision: Decision, layer_norms: set[str]) -> bool:
@@ -197,7 +191,6 @@ def route_named_parameters(
     prefer :func:`route_parameters`.
 
     Args:
-        named: ``(name, parameter)`` pairs, as from ``model.named_parameters()``.
         matrix_modules, aux_modules: as in :func:`route_parameters`.
 
     Raises:

@@ -7,12 +7,10 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
+from hf_emopt.routing.lora import Adapter
 from hf_emopt.routing.matrix_view import MatrixView
-
-if TYPE_CHECKING:
-    from hf_emopt.routing.lora import Adapter
 
 
 @dataclass(frozen=True)
@@ -25,7 +23,6 @@ class ParameterRoute:
         kind: ``"matrix"``: its matrix views are transformed as matrices; ``"aux"``: it is updated elementwise.
         matrix_views: the matrices inside it, which cover each element once; empty for ``"aux"``.
         decay: whether weight decay applies.
-        reason: why it is routed so.
         module_type: class of the module that owns it.
         aliases: its other names, for a tied weight.
         role: ``"linear"``, ``"attention"``, ``"expert"``, ``"conv"``, ``"adapter"`` for matrices; ``"embedding"``,
@@ -53,7 +50,6 @@ class ParameterRoute:
 
     @property
     def numel(self) -> int:
-        """Elements of the parameter."""
         return math.prod(self.shape)
 
 
@@ -91,12 +87,10 @@ class RouteTable(Sequence[ParameterRoute]):
 
     @property
     def matrices(self) -> list[ParameterRoute]:
-        """Routes of kind ``"matrix"``."""
         return [route for route in self._routes if route.kind == "matrix"]
 
     @property
     def aux(self) -> list[ParameterRoute]:
-        """Routes of kind ``"aux"``."""
         return [route for route in self._routes if route.kind == "aux"]
 
     @property
@@ -117,9 +111,8 @@ class RouteTable(Sequence[ParameterRoute]):
     def collapsed(self) -> list[dict[str, Any]]:
         """Rows of the printed table: parameters that differ in layer numbers only are one row.
 
-        Returns:
-            Dicts with ``name`` (``model.layers.{0..29}.mlp.up_proj.weight``), ``count``, ``shape``, ``kind``, ``units``
-            (text), ``decay``, ``reason``, ``numel`` (of all ``count`` parameters).
+        Rows have ``name`` (``model.layers.{0..29}.mlp.up_proj.weight``), ``count``, ``shape``, ``kind``, ``units`` (text),
+        ``decay``, ``reason`` and ``numel`` (of all ``count`` parameters).
         """
         groups: dict[tuple[Any, ...], list[ParameterRoute]] = {}
         for route in self._routes:
@@ -143,13 +136,12 @@ class RouteTable(Sequence[ParameterRoute]):
             for kind in ("matrix", "aux") for row in rows if row["kind"] == kind
         ]  # fmt: skip
         widths = [max(len(line[column]) for line in cells) for column in range(len(header))]
-        right = {1, 6}
-        lines = [
-            "  ".join(
-                c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))
-            ).rstrip()
-            for line in cells
-        ]
+        lines = []
+        for line in cells:
+            padded = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
+            for column in (1, 6):  # numbers
+                padded[column] = line[column].rjust(widths[column])
+            lines.append("  ".join(padded).rstrip())
         lines.insert(1, "-" * min(max(map(len, lines)), 160))
         total = self.matrix_numel + self.aux_numel
         share = 100 * self.matrix_numel / total if total else 0.0
@@ -162,21 +154,15 @@ class RouteTable(Sequence[ParameterRoute]):
     def to_dict(self) -> dict[str, Any]:
         """The table as JSON-ready data: ``parameters`` (one entry each) and ``totals``."""
         total = self.matrix_numel + self.aux_numel
+        keys = ("name", "shape", "kind", "role", "decay", "reason", "module_type", "aliases")
+        parameters = []
+        for route in self._routes:
+            values = [getattr(route, key) for key in keys]
+            entry = {key: list(v) if isinstance(v, tuple) else v for key, v in zip(keys, values)}
+            units = [{"name": view.name, "shape": list(view.shape)} for view in route.matrix_views]
+            parameters.append({**entry, "units": units})
         return {
-            "parameters": [
-                {
-                    "name": route.name,
-                    "shape": list(route.shape),
-                    "kind": route.kind,
-                    "role": route.role,
-                    "decay": route.decay,
-                    "reason": route.reason,
-                    "module_type": route.module_type,
-                    "aliases": list(route.aliases),
-                    "units": [{"name": view.name, "shape": list(view.shape)} for view in route.matrix_views],
-                }
-                for route in self._routes
-            ],
+            "parameters": parameters,
             "totals": {
                 "parameters": len(self),
                 "matrices": self.matrix_count,
@@ -187,21 +173,18 @@ class RouteTable(Sequence[ParameterRoute]):
         }
 
 
-def describe_matrix_views(matrix_views: Sequence[MatrixView]) -> str:
-    """``"q 1x2048x2048, k 1x512x2048"``: batch, outputs, inputs of every matrix view."""
-    return ", ".join(f"{view.name} {'x'.join(map(str, view.shape))}".strip() for view in matrix_views)
-
-
 def _row(name: str, routes: Sequence[ParameterRoute]) -> dict[str, Any]:
     """One row of the printed table for routes that are alike."""
     first = routes[0]
     tied = f"; tied with {', '.join(first.aliases)}" if first.aliases else ""
+    # Batch, outputs and inputs of every matrix view: "q 1x2048x2048, k 1x512x2048".
+    units = [f"{view.name} {'x'.join(map(str, view.shape))}".strip() for view in first.matrix_views]
     return {
         "name": name,
         "count": len(routes),
         "shape": first.shape,
         "kind": first.kind,
-        "units": describe_matrix_views(first.matrix_views),
+        "units": ", ".join(units),
         "decay": first.decay,
         "reason": first.reason + tied,
         "numel": sum(route.numel for route in routes),

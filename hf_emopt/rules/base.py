@@ -1,8 +1,7 @@
-"""What a matrix optimizer is, apart from where its parameters are: three phases and a price.
+"""What a matrix optimizer is, apart from where its parameters are.
 
-A rule sees tensors and hyperparameters, never ranks, shards, modules or a Trainer. Between its phases the engine moves bytes:
-``accumulate`` runs where the gradient is, ``transform`` runs where the whole matrix is, and the update goes back to the
-parameter, where :mod:`hf_emopt.rules.adamw` applies it.
+Between the phases of a rule the engine moves bytes: ``accumulate`` runs where the gradient is, ``transform`` where the whole
+matrix is, and the update goes back to the parameter, where :mod:`hf_emopt.rules.adamw` applies it.
 """
 
 from __future__ import annotations
@@ -10,17 +9,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from hf_emopt.linalg.cost import Method, ShardedCost
+from hf_emopt.routing.lora import Adapter
 from hf_emopt.rules.lora_pairs import Factor
 from hf_emopt.rules.options import Options
-
-if TYPE_CHECKING:
-    from hf_emopt.routing.lora import Adapter
 
 Group = dict[str, Any]
 """Hyperparameters of one parameter group, as in ``torch.optim.Optimizer.param_groups``."""
@@ -43,8 +40,7 @@ class RefreshClock:
             device skipped count too, since the host does not know of them.
         refresh_steps: for each matrix, the step within a period on which each piece of its periodic work is due, in the order
             of :meth:`MatrixRule.periodic_costs`. The pieces are spread over the period by cost.
-        key: the batch, when all its matrices are present and the matrix state is the batch's own; ``None`` when the matrix
-            state is a copy of some rows.
+        key: the batch; ``None`` when the matrix state is a copy of some of its rows.
         undisturbed: nobody reads or writes the matrix state after the transform until the rule's ``join`` is called.
     """
 
@@ -64,9 +60,7 @@ class Shard:
         start, stop: the rows or columns that this part has. Parts may differ in size and be empty.
         sum: adds a contiguous tensor up over all parts, in place or not; the result has the same bits everywhere.
         max: the same for the elementwise largest value.
-        parts: number of ranks that share the matrices.
-        index: which part this is, from 0.
-        method: the form of the iteration: ``"standard"`` or ``"gram"``.
+        parts, index: number of ranks that share the matrices, and which part this is, from 0.
     """
 
     dim: int
@@ -77,14 +71,13 @@ class Shard:
     max: Callable[[Tensor], Tensor]
     parts: int
     index: int = 0
-    method: Literal["standard", "gram"] = "standard"
+    method: Method = "standard"
 
 
 class MatrixRule(ABC):
-    """The update of a whole matrix.
+    """The update of a whole matrix. A rule sees tensors and hyperparameters, never ranks, modules or a Trainer.
 
-    A rule object holds no state and no hyperparameters. State comes in ``state`` dictionaries and hyperparameters in
-    ``group``, so that a rule can be tested on three tensors and runs under every layout.
+    A rule object holds no state and no hyperparameters. They come in ``state`` dictionaries and in ``group``.
 
     ``ok`` is a scalar bool tensor on the tensors' device, or ``None``. ``False`` means that this step is skipped because
     a gradient is not finite: state must come out as it went in, decided on the device, without a host sync.
@@ -162,8 +155,7 @@ class MatrixRule(ABC):
         return None
 
     def passes_gradients(self, group: Group) -> bool:
-        """Whether :meth:`accumulate` has no state and returns the gradients, or zeros where the step does not count. One pass
-        over many tensors may then replace it."""
+        """Whether :meth:`accumulate` has no state and returns the gradients, or zeros where the step does not count."""
         return False
 
     def defers_scale(self, group: Group) -> bool:
@@ -206,14 +198,11 @@ class MatrixRule(ABC):
         clock: RefreshClock,
         shard: Shard,
     ) -> Tensor:
-        """:meth:`transform` for matrices cut over several ranks, all of which call it together.
+        """:meth:`transform` for matrices cut over several ranks, all of which call it together, if :meth:`can_shard`.
 
         ``x`` is this rank's ``(B, m_i, n)`` rows or ``(B, m, n_i)`` columns, ``matrix_state`` was made by
         :meth:`init_matrix_state` for that shape, and the result is the same part of the whole update. State that does not
         have the dimension that is cut is equal on all ranks.
-
-        Raises:
-            NotImplementedError: when :meth:`can_shard` says no.
         """
         raise NotImplementedError(f"{self.name} needs whole matrices with these hyperparameters: call transform")
 
@@ -225,14 +214,8 @@ class MatrixRule(ABC):
         return self.cost(m, n, group)
 
     def shard_work(self, m: int, n: int, k: int, dim: int, group: Group) -> tuple[Method, ShardedCost]:
-        """The better method of :meth:`transform_shard` for one ``m x n`` matrix on ``k`` ranks, and its cost.
-
-        Args:
-            dim: the dimension that is cut.
-
-        Raises:
-            NotImplementedError: when :meth:`can_shard` says no.
-        """
+        """The better method of :meth:`transform_shard` for one ``m x n`` matrix, cut along ``dim``, on ``k`` ranks, and its
+        cost."""
         raise NotImplementedError(f"{self.name} needs whole matrices with these hyperparameters")
 
     def transform_pair(
@@ -247,13 +230,8 @@ class MatrixRule(ABC):
         """Updates of both factors of a batch of LoRA adapters, invariant to the basis that the factors are written in.
 
         Args:
-            nonzero_init, zero_init: the factors, with ``rank`` columns each; see
-                :func:`~hf_emopt.rules.lora_pairs.pair_update`.
-            scaling: ``(N, 1, 1)``, the factor of each product in the model.
+            nonzero_init, zero_init, scaling: see :func:`~hf_emopt.rules.lora_pairs.pair_update`.
             shape: outputs and inputs of the products.
-
-        Raises:
-            NotImplementedError: where :attr:`steps_pairs` says no.
         """
         raise NotImplementedError(f"{self.name} has no rule for pairs of factors: use lora='separate'")
 
@@ -309,12 +287,6 @@ class MatrixRule(ABC):
         return {}
 
     def refresh_age(self, param_steps: int, refresh_steps: Sequence[int], group: Group) -> int | None:
-        """Param steps since the statistics that a matrix's preconditioner was computed from, by the schedule.
-
-        Args:
-            param_steps, refresh_steps: of the matrix, see :class:`RefreshClock`.
-
-        Returns:
-            The largest age of its pieces; ``None`` for rules without periodic work, and before the first time.
-        """
+        """Param steps since the statistics that a matrix's preconditioner was computed from, by the schedule: the largest of
+        its pieces; ``None`` for rules without periodic work, and before the first time."""
         return None

@@ -41,7 +41,7 @@ class Factor:
     Attributes:
         weight: ``(N, k, r)``, float32 or float64.
         message: momentum of the gradient, likewise.
-        unit_state: state of :meth:`~hf_emopt.rules.base.MatrixRule.init_matrix_state` for that shape, updated in place.
+        matrix_state: of that shape, updated in place.
     """
 
     weight: Tensor
@@ -74,7 +74,6 @@ def pair_update(
 
     Args:
         nonzero_init: the factor that does not start at zero. Its Gram matrix is the measure of the other one's update.
-        zero_init: the factor that starts at zero, or may.
         scaling: ``(N, 1, 1)``, the ``s`` of each adapter.
         size: ``c``: largest singular value of each of the two terms of the product's update.
         reach: ``delta``, the smallest singular value that the product is taken to have: a learning rate times ``size``,

@@ -36,12 +36,9 @@ class Options:
 
     @classmethod
     def group(cls, values: object) -> dict[str, Any]:
-        """The hyperparameters as a parameter group keeps them.
-
-        Args:
-            values: has an attribute for each of the fields.
-        """
-        return {f.name: f.metadata.get("keep", _same)(getattr(values, f.name)) for f in fields(cls)}
+        """The hyperparameters as a parameter group keeps them, from an object with an attribute for each of them."""
+        found = ((f, getattr(values, f.name)) for f in fields(cls))
+        return {f.name: f.metadata["keep"](value) if "keep" in f.metadata else value for f, value in found}
 
 
 def option(default: T, check: Check | None = None, keep: Callable[[Any], Any] | None = None) -> T:
@@ -72,10 +69,6 @@ def _checks(options: type[Options]) -> tuple[tuple[str, Check], ...]:
     return tuple(found)
 
 
-def _same(value: Any) -> Any:
-    return value
-
-
 def as_tuple(value: Any) -> Any:
     """A sequence as a tuple; anything else as it is, for the check to refuse."""
     return tuple(value) if isinstance(value, Sequence) else value
@@ -84,10 +77,8 @@ def as_tuple(value: Any) -> Any:
 def dtype_name(dtype: torch.dtype | str | None) -> str | None:
     """A dtype by its torch name without ``torch.``, the form kept in groups; ``None`` stays."""
     short = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
-    if dtype is None:
-        return None
     name = str(dtype).removeprefix("torch.")
-    return short.get(name, name)
+    return None if dtype is None else short.get(name, name)
 
 
 def check_flags(options: Mapping[str, Any], *keys: str) -> None:
@@ -124,8 +115,7 @@ def check_number(
 ) -> None:
     """Refuses values other than finite numbers from ``low`` on, or ``above`` it, and below ``high``.
 
-    Args:
-        or_none: the meaning of ``None``, where it is accepted.
+    ``or_none`` is the meaning of ``None``, where it is accepted.
     """
     value = options[key]
     if value is None and or_none is not None:
@@ -141,12 +131,7 @@ def check_number(
 
 
 def check_betas(options: Mapping[str, Any], key: str = "betas", *, name: str | None = None, sums: bool = False) -> None:
-    """Refuses values other than two numbers in [0, 1).
-
-    Args:
-        name: the name in the message, where it is not the key.
-        sums: the second number may be 1, for a sum that does not decay.
-    """
+    """Refuses values other than two numbers in [0, 1); the second may be 1 for ``sums`` that do not decay."""
     value = options[key]
     betas = [_number(b) for b in value] if isinstance(value, (tuple, list)) else []
     if len(betas) != 2 or not (0.0 <= betas[0] < 1.0 and (0.0 <= betas[1] < 1.0 or (sums and betas[1] == 1.0))):

@@ -91,10 +91,6 @@ class ShampooRule(KroneckerRule):
             raise ValueError("root_solver='coupled_higher_order' is gone: use 'auto', 'coupled_newton' or 'eigh'")
         super().validate(group)
         check_flags(group, "kl")
-        self._validate_grafting(group)
-        self._validate_exponents(group)
-
-    def _validate_grafting(self, group: Group) -> None:
         decays = group["grafting"] in ("adam", "rmsprop")
         beta = group["grafting_beta2"]
         if decays and beta == 1.0:
@@ -104,8 +100,6 @@ class ShampooRule(KroneckerRule):
             )
         if decays or beta != 1.0:
             check_number(group, "grafting_beta2", high=1.0)
-
-    def _validate_exponents(self, group: Group) -> None:
         given = group["exponent_override"]
         for order, exponent in (given if isinstance(given, Mapping) else {None: given}).items():
             check_number({"exponent_override": exponent}, "exponent_override", above=True, or_none="for the rule's own")
@@ -170,20 +164,14 @@ class ShampooRule(KroneckerRule):
         """The filtered gradient, which is preconditioned, and the grafted direction, whose length the result takes over."""
         if group["grafting"] == "adam" and group["betas"][0] and group["bias_correction"]:
             # Only the direction of the filtered gradient counts, so it stays without the correction.
-            betas = (group["betas"][0], group["grafting_beta2"])
+            betas, eps = (group["betas"][0], group["grafting_beta2"]), group["grafting_epsilon"]
             moments = state["exp_avg"], state["graft_second_moment"]
-            eps = group["grafting_epsilon"]
-            graft = adam_direction(x.contiguous(), *moments, state["count"], betas, eps, gate)
-            return state["exp_avg"], graft
-        filtered = self._filter(x, state, group, gate)
+            return state["exp_avg"], adam_direction(x.contiguous(), *moments, state["count"], betas, eps, gate)
+        filtered, beta1 = x, group["betas"][0]
+        if beta1:
+            filtered = state["exp_avg"].lerp_(x, gate * (1.0 - beta1))
+            filtered = filtered / self._correction(beta1, state, x) if group["bias_correction"] else filtered
         return filtered, self._graft(x, filtered, state, group, gate)
-
-    def _filter(self, x: Tensor, state: dict[str, Tensor], group: Group, gate: Gate) -> Tensor:
-        beta1 = group["betas"][0]
-        if not beta1:
-            return x
-        state["exp_avg"].lerp_(x, gate * (1.0 - beta1))
-        return state["exp_avg"] / self._correction(beta1, state, x) if group["bias_correction"] else state["exp_avg"]
 
     def _correction(self, beta: float, state: dict[str, Tensor], like: Tensor) -> Tensor:
         """``1 - beta^t`` of each matrix, shaped to divide a batch of them."""
@@ -191,7 +179,6 @@ class ShampooRule(KroneckerRule):
         return (1.0 - beta**steps).view(-1, *[1] * (like.ndim - 1))
 
     def _graft(self, x: Tensor, filtered: Tensor, state: dict[str, Tensor], group: Group, gate: Gate) -> Tensor:
-        """The grafted direction. The preconditioned one takes over its length, block by block."""
         kind, eps = group["grafting"], group["grafting_epsilon"]
         if kind in ("sgd", "none"):
             return filtered
@@ -235,8 +222,7 @@ class ShampooRule(KroneckerRule):
             relative_epsilon=relative_epsilon,
             precision=group["matmul_precision"],
         )
-        # An iteration may be tried without a read of its result.
-        optimistic = None if solver == "eigh" else partial(root, fallback=False)
+        optimistic = None if solver == "eigh" else partial(root, fallback=False)  # tried without a read of its result
         if deferred and optimistic is not None:
 
             def work(a: Tensor) -> tuple[Tensor, Tensor]:
@@ -271,9 +257,7 @@ class ShampooRule(KroneckerRule):
     ) -> tuple[Tensor, Tensor | None]:
         """The update of each block, and a factor that it must still be multiplied by, or ``None``.
 
-        Args:
-            m: ``(N, count, b1, ..., bk)``, the filtered gradient.
-            graft: of the same shape, the grafted direction.
+        The filtered gradient ``m`` and the grafted direction are ``(N, count, b1, ..., bk)``.
         """
         ready = self.refreshed_before(block, group, clock)
         if not any(ready):
@@ -338,10 +322,13 @@ class ShampooRule(KroneckerRule):
 
     def describe(self, group: Group) -> str:
         kind = "KL-Shampoo" if group["kl"] else "Shampoo"
+        size = f"lr is that of {group['grafting']}" if group["grafting"] != "none" else "lr is not AdamW's"
+        if group["grafting"] == "adam":
+            size = "each block moves as far as AdamW would move it: lr means what it means for AdamW"
         return (
             f"{kind}: betas {tuple(group['betas'])}, roots every {group['precondition_frequency']} steps from step "
             f"{group['start_preconditioning_step']} ({group['refresh']}), blocks of {group['max_preconditioner_dim']}; "
-            f"grafting {group['grafting']}: " + _size_of(group["grafting"])
+            f"grafting {group['grafting']}: {size}"
         )
 
 
@@ -363,9 +350,3 @@ class KLShampooRule(ShampooRule):
 def _unstorable(root: Tensor, failed: Tensor, group: Group) -> Tensor:
     """The failed blocks. A root that is kept in float16 has failed too if an entry is out of range."""
     return failed if group["root_dtype"] != "float16" else failed | ~finite_blocks(root.to(torch.float16))
-
-
-def _size_of(grafting: str) -> str:
-    if grafting == "adam":
-        return "each block moves as far as AdamW would move it: lr means what it means for AdamW"
-    return f"lr is that of {grafting}" if grafting != "none" else "lr is not AdamW's"
