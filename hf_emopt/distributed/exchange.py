@@ -28,7 +28,7 @@ from torch import Tensor
 
 from hf_emopt.distributed.layout import Grid, Region, Storage
 from hf_emopt.distributed.plan import Bucket, OwnedRegion
-from hf_emopt.kernels.multi_tensor import Runs, contiguous_run, fits, runs_work
+from hf_emopt.kernels.multi_tensor import MultiTensorTable, fits, flat_span, kernels_run_on
 
 Slices = tuple[slice, ...]
 Stage = Literal["sent", "received", "returned", "unpacked"]
@@ -108,7 +108,7 @@ class Exchange:
         self.grid, self.dtype, self.device = grid, dtype, device
         self.travels, self.returns = bucket.sends, bucket.returns
         self._to_all = bucket.sends and bucket.keeps  # what each owner keeps, all have gathered
-        self._kernels = runs_work(device)
+        self._kernels = kernels_run_on(device)
         chosen = set(present)
         owned_regions = [s for s in bucket.owned_regions if s.parameter in chosen]
         row = {index: k for k, index in enumerate(present)}
@@ -160,9 +160,9 @@ class Exchange:
         self._to_owners = _splits(sent), _splits(received)
         self._to_shards = _splits(returned), _splits(unpacked[mine])
         self._by_replica = [sum(_splits(shards)) for shards in unpacked]
-        self._tables: dict[tuple[Stage, bool], Runs | None] = {}
+        self._tables: dict[tuple[Stage, bool], MultiTensorTable | None] = {}
 
-    def table(self, stage: Stage, tensors: Sequence[Tensor], stacks: Stacks | None = None) -> Runs | None:
+    def table(self, stage: Stage, tensors: Sequence[Tensor], stacks: Stacks | None = None) -> MultiTensorTable | None:
         """The pieces of a stage for one launch over many tensors: tensors on the left, the buffer on the right.
 
         Args:
@@ -280,15 +280,15 @@ class Exchange:
             torch._foreach_copy_(views, [part.view(v.shape) for part, v in zip(parts, views)])
 
 
-def _as_table(pieces: Sequence[_Piece], shapes: Sequence[Sequence[int]]) -> Runs | None:
+def _as_table(pieces: Sequence[_Piece], shapes: Sequence[Sequence[int]]) -> MultiTensorTable | None:
     runs, offset = [], 0
     for piece in pieces:
-        run = contiguous_run(piece.where, shapes[piece.index])
+        run = flat_span(piece.where, shapes[piece.index])
         if run is None:
             return None
         runs.append((piece.index, run[0], 0, offset, run[1]))
         offset += run[1]
-    return Runs(runs)
+    return MultiTensorTable(runs)
 
 
 def _pieces(

@@ -22,7 +22,7 @@ from torch import Tensor
 from hf_emopt.distributed.first_step_checks import control_device, verify_plan, verify_replicas, warm_up
 from hf_emopt.distributed.layout import Grid, UnsupportedLayoutError, local_tensor, local_tensors
 from hf_emopt.distributed.plan import Bucket, Plan
-from hf_emopt.kernels.multi_tensor import all_finite, fits, runs_work
+from hf_emopt.kernels.multi_tensor import all_finite, fits, kernels_run_on
 
 logger = logging.getLogger("hf_emopt")
 
@@ -85,7 +85,7 @@ def check_gradients(groups: Sequence[dict[str, Any]], checks_finite: bool = True
 def _all_finite(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """Scalar bool on the device of all tensors: whether every number is finite."""
     kernels = device.type != "cpu" or "TRITON_INTERPRET" in os.environ
-    if kernels and runs_work(device) and fits(tensors, device):
+    if kernels and kernels_run_on(device) and fits(tensors, device):
         return all_finite(tensors)
     # The largest absolute value overflows only where a gradient itself has, unlike a sum of squares.
     largest = torch._foreach_norm(list(tensors), ord=float("inf"))

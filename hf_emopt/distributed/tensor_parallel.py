@@ -1,8 +1,8 @@
 """Matrices that tensor parallelism has sliced: the slices of a parameter, and four modes of computing updates from them.
 
 ``layerwise``: ranks transform whole matrices, each its share. ``duplicated``: each gathers and transforms every momentum, and
-keeps its slice. ``distributed``: each transforms its slice, and Gram matrices are summed over ranks. ``blockwise``: each slice
-is a matrix of its own, which is another update. Under FSDP too, "slice" means a slice of tensor parallelism.
+keeps its slice. ``distributed``: each transforms its slice, and Gram matrices are summed over ranks. ``blockwise``: each
+slice is a matrix of its own, which is another update. Under FSDP too, "slice" means a slice of tensor parallelism.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from hf_emopt.distributed.layout import compute_device, is_offloaded, is_sharded
 from hf_emopt.distributed.plan import Batch, Bucket, OwnedRegion
 from hf_emopt.engine.context import StepContext
 from hf_emopt.formats.master_weights import needs_master
-from hf_emopt.kernels.multi_tensor import Runs, contiguous_run, runs_work
+from hf_emopt.kernels.multi_tensor import MultiTensorTable, flat_span, kernels_run_on
 from hf_emopt.routing.matrix_view import MatrixView
 from hf_emopt.rules.base import RefreshClock, Shard
 
@@ -58,7 +58,7 @@ class BucketMembers:
         self.sharded, self.on_host, self.device = is_sharded(first), is_offloaded(first), compute_device(first)
         self.low_precision = needs_master(first)
         self.dtype = torch.promote_types(first.dtype, torch.float32)
-        self.kernels = runs_work(self.device)
+        self.kernels = kernels_run_on(self.device)
         self.row = {i: k for k, i in enumerate(present)}
         self.every = bucket.owned(self.grid.position)
         self.owned = [s for s in self.every if s.parameter in self.row]
@@ -84,7 +84,7 @@ class BucketMembers:
             self.exchange = (
                 self.exact_exchange if self.low_precision and not self.sharded else self._exchange(exact=False)
             )
-        self._local_table: list[Runs | None] = []
+        self._local_table: list[MultiTensorTable | None] = []
         self._rows: dict[tuple[int, torch.device], Tensor] = {}
         # For each batch: the parameter of each matrix that takes part, its refresh steps, and the schedule they are from.
         self.clock_parts: list[tuple[tuple[int, ...], Any, tuple[tuple[int, ...], ...]]] = [
@@ -129,7 +129,7 @@ class BucketMembers:
 
     # ------------------------------------------------------------------ matrices of this rank
 
-    def local_table(self, shapes: Sequence[Sequence[int]]) -> Runs | None:
+    def local_table(self, shapes: Sequence[Sequence[int]]) -> MultiTensorTable | None:
         """Flat spans of the owned regions: parameter slices on the left, ``stacks`` (or the owned regions) on the right.
 
         Args:
@@ -142,18 +142,20 @@ class BucketMembers:
             self._local_table.append(self._make_local_table(shapes))
         return self._local_table[0]
 
-    def _make_local_table(self, shapes: Sequence[Sequence[int]]) -> Runs | None:
+    def _make_local_table(self, shapes: Sequence[Sequence[int]]) -> MultiTensorTable | None:
         spans = []
         for k, owned_region in enumerate(self.owned):
             source, span = k, (0, owned_region.numel)
             if self.sharded:
                 source = self.row[owned_region.parameter]
-                found = contiguous_run(self.within_shard(owned_region), shapes[source])
+                found = flat_span(self.within_shard(owned_region), shapes[source])
                 if found is None:
                     return None
                 span = found
             spans.append((source, span[0], k, 0, owned_region.numel))
-        return Runs(spans) if self.stacks is None else Runs(spans).within(right=self.stacks.places)
+        return (
+            MultiTensorTable(spans) if self.stacks is None else MultiTensorTable(spans).within(right=self.stacks.places)
+        )
 
     def within_shard(self, owned_region: OwnedRegion) -> tuple[slice, ...]:
         """An owned region as an index into the local tensor of this rank's shard, which holds all of it."""

@@ -25,7 +25,7 @@ from hf_emopt.engine.context import Step, Task
 from hf_emopt.engine.cpu_params import FetchedSlices, ParamSlice, fetch
 from hf_emopt.formats.moments import is_moment, is_scale
 from hf_emopt.formats.rounding_noise import moment_noise, weight_noise
-from hf_emopt.kernels.multi_tensor import Runs, fits
+from hf_emopt.kernels.multi_tensor import MultiTensorTable, fits
 from hf_emopt.rules.adamw import apply_updates, decay_factor
 from hf_emopt.rules.base import RefreshClock
 from hf_emopt.state.forms import is_weight_state
@@ -159,7 +159,7 @@ class BucketStep:
         buffers = [s.state["momentum_buffer"] for s in self.slices]
         return buffers[0].dtype is torch.float32 and fits(buffers, self.members.device)
 
-    def _accumulate_into(self, table: Runs, targets: Sequence[Tensor]) -> bool:
+    def _accumulate_into(self, table: MultiTensorTable, targets: Sequence[Tensor]) -> bool:
         """Accumulates in one launch, with the result on the right of the table; ``False`` where targets do not fit."""
         if not fits(targets, self.members.device):
             return False
@@ -400,7 +400,7 @@ class BucketStep:
 
     def _apply_in_one_launch(
         self,
-        table: Runs | None,
+        table: MultiTensorTable | None,
         slices: Sequence[ParamSlice],
         updates: Sequence[Tensor],
         scales: Sequence[float] | None,

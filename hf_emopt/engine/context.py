@@ -22,7 +22,7 @@ from hf_emopt.formats.moments import is_moment
 from hf_emopt.formats.rounding_noise import moment_noise
 from hf_emopt.kernels.streams import SideStreams
 from hf_emopt.rules.base import Group, MatrixRule, state_dtype
-from hf_emopt.state.host_transfer import Channel, channel_to
+from hf_emopt.state.host_transfer import CopyStream, copy_stream_to
 from hf_emopt.state.store import StateStore, SwapIn
 
 State = dict[str, Tensor]
@@ -128,7 +128,7 @@ class StepContext:
     schedule: RefreshSchedule
     transport_dtype: str | None
     apply_stream: ApplyStream | None = None
-    copy_streams: dict[torch.device, Channel] = field(default_factory=dict, repr=False)
+    copy_streams: dict[torch.device, CopyStream] = field(default_factory=dict, repr=False)
     members: dict[tuple[Any, ...], Any] = field(default_factory=dict, repr=False)
     counts: Counter[str] = field(default_factory=Counter, repr=False)
     _batches: dict[tuple[int, int], tuple[Batch, ...]] = field(default_factory=dict, repr=False)
@@ -164,10 +164,10 @@ class StepContext:
         self.members[key] = value
         return value
 
-    def copy_stream(self, device: torch.device) -> Channel:
+    def copy_stream(self, device: torch.device) -> CopyStream:
         """The way from the host to a device, for parameters that are offloaded by their wrapper."""
         if device not in self.copy_streams:
-            self.copy_streams[device] = channel_to(device)
+            self.copy_streams[device] = copy_stream_to(device)
         return self.copy_streams[device]
 
     # ------------------------------------------------------------------ between steps

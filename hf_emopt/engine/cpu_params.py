@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hf_emopt.distributed.layout import Partition, compute_device
 from hf_emopt.engine.context import StepContext
-from hf_emopt.state.host_transfer import Channel, home_of
+from hf_emopt.state.host_transfer import CopyStream, host_copy_of
 from hf_emopt.state.keys import is_shaped
 
 
@@ -31,15 +31,15 @@ class FetchedSlices:
     """Copies of parameter slices on the device of the step, on their way from the moment they are made.
 
     Args:
-        channel: to the device.
+        copy_stream: to the device.
         host: weights, gradients and states on the host.
         keys: of each slice's state, what is fetched; the rest is the same object here and there.
     """
 
-    def __init__(self, channel: Channel, host: Sequence[ParamSlice], keys: Sequence[Sequence[str]]) -> None:
-        self._channel, self._host, self._keys = channel, host, keys
+    def __init__(self, copy_stream: CopyStream, host: Sequence[ParamSlice], keys: Sequence[Sequence[str]]) -> None:
+        self._copy_stream, self._host, self._keys = copy_stream, host, keys
         tensors = [t for s, names in zip(host, keys, strict=True) for t in (s.grad, *_changed(s, names))]
-        copies, self._arrived = channel.bring(tensors)
+        copies, self._arrived = copy_stream.bring(tensors)
         arriving = iter(copies)
         self._slices = []
         for s, names in zip(host, keys):
@@ -48,16 +48,16 @@ class FetchedSlices:
 
     def wait(self) -> list[ParamSlice]:
         """The copies, to be computed with."""
-        self._channel.await_arrival(self._arrived)
+        self._copy_stream.await_arrival(self._arrived)
         return self._slices
 
     def store(self) -> None:
         """Starts to copy weights and states back; called after the last write to them."""
         here = [t for s, names in zip(self._slices, self._keys) for t in _changed(s, names)]
-        left = self._channel.take_away(
+        left = self._copy_stream.take_away(
             here, [t for s, names in zip(self._host, self._keys) for t in _changed(s, names)]
         )
-        self._channel.release(left)
+        self._copy_stream.release(left)
 
 
 def fetch(
@@ -75,7 +75,7 @@ def fetch(
     for param, s, names in zip(params, slices, keys, strict=True):
         if isinstance(param, Partition) and param.pinned:
             for name in names:
-                s.state[name] = context.store.state[param][name] = home_of(s.state[name], device)
+                s.state[name] = context.store.state[param][name] = host_copy_of(s.state[name], device)
     return FetchedSlices(context.copy_stream(device), slices, keys)
 
 

@@ -28,12 +28,12 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _KEPT_TABLES = 16
 
 
-def runs_work(device: torch.device) -> bool:
+def kernels_run_on(device: torch.device) -> bool:
     """Whether the kernels run on tensors of a device."""
     return (device.type == "cuda" or (device.type == "cpu" and interpreting())) and supported(device)
 
 
-def contiguous_run(where: Index, shape: Sequence[int]) -> tuple[int, int] | None:
+def flat_span(where: Index, shape: Sequence[int]) -> tuple[int, int] | None:
     """``(offset, numel)`` of a region in a contiguous tensor, or ``None`` where its elements do not follow one another."""
     offset, numel, open_ended = 0, 1, True
     stride = math.prod(shape)
@@ -49,7 +49,7 @@ def contiguous_run(where: Index, shape: Sequence[int]) -> tuple[int, int] | None
     return offset, numel
 
 
-class Runs:
+class MultiTensorTable:
     """A multi-tensor table: the flat spans that tensors of two lists have in common.
 
     Args:
@@ -76,14 +76,14 @@ class Runs:
 
     def within(
         self, *, left: Sequence[tuple[int, int]] | None = None, right: Sequence[tuple[int, int]] | None = None
-    ) -> Runs:
+    ) -> MultiTensorTable:
         """The same where tensors of a list are contiguous parts of larger ones, which then are the list. Each part keeps its
         scale.
 
         Args:
             left, right: for each tensor of that list ``(number of the larger one, offset in it)``.
         """
-        runs = Runs([*zip(self.left, self.left_offset, self.right, self.right_offset, self.numel)])
+        runs = MultiTensorTable([*zip(self.left, self.left_offset, self.right, self.right_offset, self.numel)])
         if left is not None and len(runs):
             where = np.array(left, dtype=np.int64)[self.left]
             runs.left, runs.left_offset = where[:, 0], self.left_offset + where[:, 1]
@@ -293,9 +293,9 @@ def fits(tensors: Sequence[Tensor], device: torch.device) -> bool:
 
 
 @functools.lru_cache(maxsize=64)
-def whole_tensors(sizes: tuple[int, ...]) -> Runs:
+def whole_tensors(sizes: tuple[int, ...]) -> MultiTensorTable:
     """Tensors of these numbers of elements, each of them one span in both lists."""
-    return Runs([(k, 0, k, 0, size) for k, size in enumerate(sizes)])
+    return MultiTensorTable([(k, 0, k, 0, size) for k, size in enumerate(sizes)])
 
 
 def all_finite(tensors: Sequence[Tensor]) -> Tensor:

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-PARCEL_BYTES = 2**25
+CHUNK_BYTES = 2**25
 """Up to which tensors are moved together: long enough for the link's full rate, short beside a piece.
 
 Also after how much that leaves others have their turn on the link, some 0.6 ms at 50 GB/s (a tensor of up to twice that goes
 at once)."""
 
 
-def home_of(tensor: Tensor, device: torch.device) -> Tensor:
+def host_copy_of(tensor: Tensor, device: torch.device) -> Tensor:
     """The tensor in host memory that ``device`` can read while it computes: page-locked, where there is such a thing.
 
     Args:
@@ -31,17 +31,17 @@ def home_of(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _runs(copies: Sequence[Tensor], home: Sequence[Tensor]) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """What is taken away without a pause: up to a parcel together, or a tensor of up to two. Longer ones are cut, if their
+    """What is taken away without a pause: up to a chunk together, or a tensor of up to two. Longer ones are cut, if their
     memory lies in order."""
     run: list[tuple[Tensor, Tensor]] = []
     size = 0
     for copy, tensor in zip(copies, home):
         parts = [(copy, tensor)]
-        if tensor.nbytes > 2 * PARCEL_BYTES and copy.is_contiguous() and tensor.is_contiguous():
-            numel = PARCEL_BYTES // tensor.element_size()
+        if tensor.nbytes > 2 * CHUNK_BYTES and copy.is_contiguous() and tensor.is_contiguous():
+            numel = CHUNK_BYTES // tensor.element_size()
             parts = list(zip(copy.view(-1).split(numel), tensor.view(-1).split(numel)))
         for part in parts:
-            if run and size + part[1].nbytes > PARCEL_BYTES:
+            if run and size + part[1].nbytes > CHUNK_BYTES:
                 yield run
                 run, size = [], 0
             run.append(part)
@@ -49,7 +49,7 @@ def _runs(copies: Sequence[Tensor], home: Sequence[Tensor]) -> Iterator[list[tup
     yield run
 
 
-class _Channel:
+class _DeviceCopyStream:
     """Two streams of an accelerator: one that brings and one that takes away.
 
     Copies are allocated on the first, so their memory is used again only by what that stream brings later, and it waits for
@@ -58,8 +58,8 @@ class _Channel:
     The engine that copies to the host finishes what one stream has queued before it looks at another. A number that the
     model or the loop reads (transformers looks at the positions in each forward pass) would wait for all state that leaves:
     23 to 38 ms of a step of 270 on an H200, in which the GPU has nothing to do. So the second stream pauses after every
-    parcel (a longer tensor that is not contiguous goes as it is), until a kernel on a third one has run; an event alone is no
-    pause. That kernel goes first wherever there is room on a multiprocessor, since the next parcel waits for it.
+    chunk (a longer tensor that is not contiguous goes as it is), until a kernel on a third one has run; an event alone is no
+    pause. That kernel goes first wherever there is room on a multiprocessor, since the next chunk waits for it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -143,10 +143,10 @@ class _SameMemory:
         pass
 
 
-Channel = _Channel | _SameMemory
+CopyStream = _DeviceCopyStream | _SameMemory
 """To a device and back: ``bring``, ``await_arrival``, ``take_away``, and ``release`` before copies are let go of."""
 
 
-def channel_to(device: torch.device) -> Channel:
+def copy_stream_to(device: torch.device) -> CopyStream:
     """The way from the host to a device."""
-    return _SameMemory() if device.type == "cpu" else _Channel(device)
+    return _SameMemory() if device.type == "cpu" else _DeviceCopyStream(device)

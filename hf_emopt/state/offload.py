@@ -25,7 +25,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from hf_emopt.state.host_transfer import PARCEL_BYTES, Channel, channel_to
+from hf_emopt.state.host_transfer import CHUNK_BYTES, CopyStream, copy_stream_to
 
 ROOM_VARIABLE = "HF_EMOPT_OFFLOAD_BUCKETS"
 """Environment variable with the room in a step, in buckets; 3 where it is not set. More of it hides more of the link.
@@ -50,15 +50,15 @@ def room_in_buckets() -> float:
 
 
 @dataclass
-class _Parcel:
+class _Chunk:
     """Tensors that are moved together.
 
     Attributes:
-        memory: addresses of their memory at home.
+        memory: addresses of their memory on the host.
         copies: on the device, or on their way.
-        versions: of the tensors at home when they were read.
+        versions: of the tensors on the host when they were read.
         arrived: event after which the copies can be read, or ``None`` where that is now.
-        left: event after which they are back at home, or ``None``.
+        left: event after which they are back on the host, or ``None``.
     """
 
     home: list[Tensor]
@@ -74,12 +74,12 @@ class _Parcel:
 
     @property
     def unchanged(self) -> bool:
-        """Whether what lies at home is what was read."""
+        """Whether what lies on the host is what was read."""
         return not self.copies or [_version(t) for t in self.home] == self.versions
 
 
 class _Piece:
-    """What a piece of work takes: its name, the tensors at home, and where they are worked on."""
+    """What a piece of work takes: its name, the tensors on the host, and where they are worked on."""
 
     def __init__(self, key: Hashable, home: Sequence[Tensor], device: torch.device) -> None:
         self.key, self.home, self.device = key, list(home), device
@@ -98,26 +98,26 @@ class _Piece:
         )
 
 
-class _Loan:
-    """A piece on the device, or as many parcels of it as are on their way there."""
+class _SwappedIn:
+    """A piece on the device, or as many chunks of it as are on their way there."""
 
-    def __init__(self, piece: _Piece, channel: Channel) -> None:
-        self.piece, self.channel = piece, channel
-        self.parcels = [_Parcel(tensors, _memory(tensors)) for tensors in _together(piece.home)]
+    def __init__(self, piece: _Piece, copy_stream: CopyStream) -> None:
+        self.piece, self.copy_stream = piece, copy_stream
+        self.chunks = [_Chunk(tensors, _memory(tensors)) for tensors in _together(piece.home)]
         self.brought = 0
 
     @property
     def complete(self) -> bool:
-        return self.brought == len(self.parcels)
+        return self.brought == len(self.chunks)
 
     @property
-    def next(self) -> _Parcel:
-        """The parcel that is to be brought next."""
-        return self.parcels[self.brought]
+    def next(self) -> _Chunk:
+        """The chunk that is to be brought next."""
+        return self.chunks[self.brought]
 
     def serves(self, key: Hashable, home: Sequence[Tensor]) -> bool:
         """Whether it is of these tensors as they are now."""
-        return self.piece.is_of(key, home) and all(parcel.unchanged for parcel in self.parcels)
+        return self.piece.is_of(key, home) and all(chunk.unchanged for chunk in self.chunks)
 
 
 def _memory(tensors: Sequence[Tensor]) -> frozenset[int]:
@@ -130,16 +130,16 @@ def _version(tensor: Tensor) -> int:
 
 
 def _together(home: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Neighbours of up to :data:`PARCEL_BYTES` together; a larger tensor alone."""
-    parcels: list[list[Tensor]] = []
+    """Neighbours of up to :data:`CHUNK_BYTES` together; a larger tensor alone."""
+    chunks: list[list[Tensor]] = []
     size = 0
     for tensor in home:
-        if not parcels or size + tensor.nbytes > PARCEL_BYTES:
-            parcels.append([])
+        if not chunks or size + tensor.nbytes > CHUNK_BYTES:
+            chunks.append([])
             size = 0
-        parcels[-1].append(tensor)
+        chunks[-1].append(tensor)
         size += tensor.nbytes
-    return parcels
+    return chunks
 
 
 _P = ParamSpec("_P")
@@ -170,7 +170,7 @@ class StateOffload:
     and what is asked for comes late.
 
     What is brought ahead of a step is a copy of what somebody may write to before it. So it is used only where the tensors
-    at home are the same and were not written to since (``Tensor._version``); :meth:`settle` is for writes that nobody
+    on the host are the same and were not written to since (``Tensor._version``); :meth:`settle` is for writes that nobody
     counts.
 
     Attributes:
@@ -188,11 +188,11 @@ class StateOffload:
     def __init__(self) -> None:
         self.resident_bytes = self.peak_bytes = self.left_bytes = self.largest_bytes = self.moved_bytes = 0
         self.ready_bytes = self.fetched_ahead = self.fetched_late = 0
-        self._channels: dict[torch.device, Channel] = {}
-        self._ahead: deque[_Loan] = deque()
+        self._copy_streams: dict[torch.device, CopyStream] = {}
+        self._ahead: deque[_SwappedIn] = deque()
         """In the order in which they are expected to be asked for; only the last may be incomplete."""
-        self._borrowed: list[_Loan] = []
-        self._leaving: deque[tuple[Channel, _Parcel]] = deque()
+        self._borrowed: list[_SwappedIn] = []
+        self._leaving: deque[tuple[CopyStream, _Chunk]] = deque()
         self._followed_by: dict[Hashable, _Piece] = {}
         self._start: _Piece | None = None
         self._last: Hashable = None
@@ -206,7 +206,7 @@ class StateOffload:
 
         From any thread and with any current stream: copies are made on a stream of this object's own, in memory that no
         other one has used, and nothing that is being computed is waited for. Where the step does not come, what was brought
-        stays until :meth:`settle` or the next step, which takes it only if it is still what lies at home.
+        stays until :meth:`settle` or the next step, which takes it only if it is still what lies on the host.
 
         Raises:
             torch.OutOfMemoryError: what was brought until then stays, and the rest comes in the step.
@@ -219,9 +219,9 @@ class StateOffload:
     def begin(self) -> None:
         """At the beginning of a step: brings what the last one began with, as far as there is room."""
         self.ready_bytes = self.resident_bytes
-        for loan in self._borrowed:  # of a step that broke off
-            loan.channel.release(None)
-            self._drop(loan)
+        for swapped_in in self._borrowed:  # of a step that broke off
+            swapped_in.copy_stream.release(None)
+            self._drop(swapped_in)
         self._borrowed.clear()
         self._stepping, self._near, self._last = True, False, None
         self._bring_ahead()
@@ -232,40 +232,40 @@ class StateOffload:
 
         Args:
             key: names the piece of work, the same in every step.
-            home: tensors on the host, from :func:`home_of`. They are undefined until :meth:`give_back` and
+            home: tensors on the host, from :func:`host_copy_of`. They are undefined until :meth:`give_back` and
                 :meth:`synchronize`.
             device: where they are worked on.
         """
-        loan = self._expected(key, home)
-        if loan is None:
-            loan = self._loan(_Piece(key, home, device))
+        swapped_in = self._expected(key, home)
+        if swapped_in is None:
+            swapped_in = self._swapped_in(_Piece(key, home, device))
             self.fetched_late += 1
         else:
             self.fetched_ahead += 1
-        self._borrowed.append(loan)
-        while not loan.complete:
-            self._bring(loan)
-        if loan.parcels:  # on one stream, so that the last one is the last to be there
-            loan.channel.await_arrival(loan.parcels[-1].arrived)
+        self._borrowed.append(swapped_in)
+        while not swapped_in.complete:
+            self._bring(swapped_in)
+        if swapped_in.chunks:  # on one stream, so that the last one is the last to be there
+            swapped_in.copy_stream.await_arrival(swapped_in.chunks[-1].arrived)
         if self._stepping:  # else it says nothing of the order in a step
             if self._last is None:
-                self._start = loan.piece
+                self._start = swapped_in.piece
             else:
-                self._followed_by[self._last] = loan.piece
+                self._followed_by[self._last] = swapped_in.piece
             self._last = key
         self._bring_ahead()
-        return [copy for parcel in loan.parcels for copy in parcel.copies]  # who keeps one keeps its memory too
+        return [copy for chunk in swapped_in.chunks for copy in chunk.copies]  # who keeps one keeps its memory too
 
     @_one_at_a_time
     def give_back(self, key: Hashable) -> None:
         """Starts to write the copies of a piece to the host, when the current stream is through with them."""
-        loan = next(loan for loan in self._borrowed if loan.piece.key == key)
-        self._borrowed.remove(loan)
-        if any(not loan.piece.memory.isdisjoint(other.piece.memory) for other in self._ahead):
+        swapped_in = next(swapped_in for swapped_in in self._borrowed if swapped_in.piece.key == key)
+        self._borrowed.remove(swapped_in)
+        if any(not swapped_in.piece.memory.isdisjoint(other.piece.memory) for other in self._ahead):
             self._drop_ahead()  # they were read before this is written
-        for parcel in loan.parcels:
-            parcel.left = loan.channel.take_away(parcel.copies, parcel.home)
-            self._leaving.append((loan.channel, parcel))
+        for chunk in swapped_in.chunks:
+            chunk.left = swapped_in.copy_stream.take_away(chunk.copies, chunk.home)
+            self._leaving.append((swapped_in.copy_stream, chunk))
         self._bring_ahead()
 
     @contextmanager
@@ -299,26 +299,26 @@ class StateOffload:
 
     def synchronize(self) -> None:
         """Waits until all that was given back is on the host, where it may then be read."""
-        for channel in self._channels.values():
-            channel.synchronize()
+        for copy_stream in self._copy_streams.values():
+            copy_stream.synchronize()
 
     # ------------------------------------------------------------------ pieces
 
-    def _expected(self, key: Hashable, home: Sequence[Tensor]) -> _Loan | None:
+    def _expected(self, key: Hashable, home: Sequence[Tensor]) -> _SwappedIn | None:
         """What was brought ahead of this; what was brought for others, that were left out, is dropped."""
         while self._ahead:
-            loan = self._ahead.popleft()
-            if loan.serves(key, home):
-                return loan
-            self._drop(loan)
+            swapped_in = self._ahead.popleft()
+            if swapped_in.serves(key, home):
+                return swapped_in
+            self._drop(swapped_in)
         return None
 
-    def _loan(self, piece: _Piece) -> _Loan:
-        """A loan of which nothing is brought yet."""
-        if piece.device not in self._channels:
-            self._channels[piece.device] = channel_to(piece.device)
+    def _swapped_in(self, piece: _Piece) -> _SwappedIn:
+        """A swapped_in of which nothing is brought yet."""
+        if piece.device not in self._copy_streams:
+            self._copy_streams[piece.device] = copy_stream_to(piece.device)
         self.largest_bytes = max(self.largest_bytes, piece.nbytes)
-        return _Loan(piece, self._channels[piece.device])
+        return _SwappedIn(piece, self._copy_streams[piece.device])
 
     def _bring_ahead(self) -> None:
         """Brings what is expected next, as far as there is room."""
@@ -327,13 +327,13 @@ class StateOffload:
                 following = self._following()
                 if following is None:
                     return
-                self._ahead.append(self._loan(following))
-            loan = self._ahead[-1]
-            if not self._make_room(loan.next.nbytes):
-                if not loan.brought:
+                self._ahead.append(self._swapped_in(following))
+            swapped_in = self._ahead[-1]
+            if not self._make_room(swapped_in.next.nbytes):
+                if not swapped_in.brought:
                     self._ahead.pop()
                 return
-            self._bring(loan)
+            self._bring(swapped_in)
 
     def _following(self) -> _Piece | None:
         """The piece after those that are on their way; ``None`` where that is not known, or is one of the next step."""
@@ -345,7 +345,7 @@ class StateOffload:
             return None
         if self._last is not None and self._start is not None and piece.key == self._start.key:
             return None  # of the next step
-        return None if any(loan.piece.key == piece.key for loan in self._ahead) else piece
+        return None if any(swapped_in.piece.key == piece.key for swapped_in in self._ahead) else piece
 
     @property
     def _room(self) -> int:
@@ -358,34 +358,34 @@ class StateOffload:
             self._let_go(1)
         return self.resident_bytes + nbytes <= self._room
 
-    def _bring(self, loan: _Loan) -> None:
-        """Starts to bring the next parcel of a loan, whether there is room or not."""
-        parcel = loan.next
-        self._make_room(parcel.nbytes)
-        while any(not parcel.memory.isdisjoint(other.memory) for _, other in self._leaving):
+    def _bring(self, swapped_in: _SwappedIn) -> None:
+        """Starts to bring the next chunk of a swapped_in, whether there is room or not."""
+        chunk = swapped_in.next
+        self._make_room(chunk.nbytes)
+        while any(not chunk.memory.isdisjoint(other.memory) for _, other in self._leaving):
             self._let_go(1)  # what is read must have been written
-        parcel.versions = [_version(t) for t in parcel.home]
-        parcel.copies, parcel.arrived = loan.channel.bring(parcel.home)
-        loan.brought += 1
-        self.resident_bytes += parcel.nbytes
-        self.moved_bytes += parcel.nbytes
+        chunk.versions = [_version(t) for t in chunk.home]
+        chunk.copies, chunk.arrived = swapped_in.copy_stream.bring(chunk.home)
+        swapped_in.brought += 1
+        self.resident_bytes += chunk.nbytes
+        self.moved_bytes += chunk.nbytes
         self.peak_bytes = max(self.peak_bytes, self.resident_bytes)
 
     def _let_go(self, count: int | None = None) -> None:
         """Gives the memory of what has been leaving for longest, or of all, to what is brought from here on."""
         for _ in range(len(self._leaving) if count is None else count):
-            channel, parcel = self._leaving.popleft()
-            channel.release(parcel.left)
-            self.resident_bytes -= parcel.nbytes
-            parcel.copies.clear()
+            copy_stream, chunk = self._leaving.popleft()
+            copy_stream.release(chunk.left)
+            self.resident_bytes -= chunk.nbytes
+            chunk.copies.clear()
 
     def _drop_ahead(self) -> None:
         while self._ahead:
             self._drop(self._ahead.pop())
 
-    def _drop(self, loan: _Loan) -> None:
+    def _drop(self, swapped_in: _SwappedIn) -> None:
         """Lets go of copies that are not to be written home; what is brought into their memory comes after them."""
-        for parcel in loan.parcels[: loan.brought]:
-            self.resident_bytes -= parcel.nbytes
-            parcel.copies.clear()
-        loan.brought = 0
+        for chunk in swapped_in.chunks[: swapped_in.brought]:
+            self.resident_bytes -= chunk.nbytes
+            chunk.copies.clear()
+        swapped_in.brought = 0

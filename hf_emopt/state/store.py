@@ -35,7 +35,7 @@ from hf_emopt.state.forms import (
     part_of,
     shape_of_entry,
 )
-from hf_emopt.state.host_transfer import home_of
+from hf_emopt.state.host_transfer import host_copy_of
 from hf_emopt.state.offload import StateOffload
 
 State = dict[str, Tensor]
@@ -161,9 +161,9 @@ class StateStore:
         if self.offload is None or not is_offloadable(key):
             return value
         if not isinstance(value, DTensor):
-            return home_of(value, device)
+            return host_copy_of(value, device)
         local = local_tensor(value)
-        copy = home_of(local, device)
+        copy = host_copy_of(local, device)
         return value if copy is local else laid_out(copy, value, value.shape)
 
     def is_direct(self, group: dict[str, Any], on_device: bool = False) -> bool:

@@ -29,7 +29,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """A piece for each matrix."""
     monkeypatch.setenv("HF_EMOPT_MAX_BUCKET_NUMEL", "1100")
     monkeypatch.setattr("hf_emopt.engine.adamw_step.MAX_BUCKET_NUMEL", 2000)
-    monkeypatch.setattr("hf_emopt.state.offload.PARCEL_BYTES", 2**10)
+    monkeypatch.setattr("hf_emopt.state.offload.CHUNK_BYTES", 2**10)
 
 
 class Chain(nn.Module):
@@ -286,12 +286,12 @@ def test_no_memory_left_is_said_once_and_state_comes_in_the_step(monkeypatch: py
     bring = hf_emopt.state.offload.StateOffload._bring
     calls = []
 
-    def full(self: StateOffload, loan: Any) -> None:
+    def full(self: StateOffload, swapped_in: Any) -> None:
         if self._near:
-            calls.append(loan)
+            calls.append(swapped_in)
             if len(calls) % 2 == 0:
                 raise torch.OutOfMemoryError("full")
-        bring(self, loan)
+        bring(self, swapped_in)
 
     monkeypatch.setattr("hf_emopt.state.offload.StateOffload._bring", full)
     with pytest.warns(UserWarning, match="no memory for offloaded state during the backward pass"):
@@ -435,7 +435,9 @@ def test_a_compiled_model_calls_it_too() -> None:
 def test_channels_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same streams bring state before a step and in it: their order is what keeps memory from being written to twice."""
     made = []
-    monkeypatch.setattr("hf_emopt.state.offload.channel_to", lambda device: made.append(device) or TwoStreams(False))
+    monkeypatch.setattr(
+        "hf_emopt.state.offload.copy_stream_to", lambda device: made.append(device) or TwoStreams(False)
+    )
     model, optimizer = built()
     for seed in range(4):
         step(model, optimizer, seed)

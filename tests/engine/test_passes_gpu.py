@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 import hf_emopt
-from hf_emopt.kernels.multi_tensor import Runs, runs_work
+from hf_emopt.kernels.multi_tensor import MultiTensorTable, kernels_run_on
 from hf_emopt.kernels.triton import runtime
 
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
-if not runs_work(torch.device("cuda")):
+if not kernels_run_on(torch.device("cuda")):
     pytest.skip("needs Triton", allow_module_level=True)
 
 
@@ -63,13 +63,13 @@ def test_same_weights_with_and_without_kernels(
         options = {**options, "ns_dtype": "float32"}
     launched: list[str] = []
     for name in ("momentum", "apply"):
-        plain = getattr(Runs, name)
+        plain = getattr(MultiTensorTable, name)
 
-        def counted(self: Runs, *args: Any, _plain: Any = plain, _name: str = name) -> None:
+        def counted(self: MultiTensorTable, *args: Any, _plain: Any = plain, _name: str = name) -> None:
             launched.append(_name)
             _plain(self, *args)
 
-        monkeypatch.setattr(Runs, name, counted)
+        monkeypatch.setattr(MultiTensorTable, name, counted)
     without = trained(monkeypatch, True, 5, cls, **options)
     assert not launched
     with_kernels = trained(monkeypatch, False, 5, cls, **options)
@@ -93,7 +93,9 @@ def test_many_tensors_of_every_alignment() -> None:
     wanted = [b.lerp(g, 0.05) for g, b in zip(grads, buffers)]
     sent = [g.lerp(w, 0.95) for g, w in zip(grads, wanted)]
     buffer = torch.full((offset + 5,), float("nan"), device="cuda", dtype=torch.bfloat16)
-    Runs(runs).momentum(grads, buffers, [buffer], 0.95, True, torch.ones((), dtype=torch.bool, device="cuda"))
+    MultiTensorTable(runs).momentum(
+        grads, buffers, [buffer], 0.95, True, torch.ones((), dtype=torch.bool, device="cuda")
+    )
     for (_, _, _, start, count), w, b, s in zip(runs, wanted, buffers, sent):
         torch.testing.assert_close(b, w, rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(buffer[start : start + count].float(), s.reshape(-1), rtol=8e-3, atol=1e-6)
@@ -121,7 +123,7 @@ def test_a_model_on_a_device_that_is_not_the_current_one() -> None:
 def test_tables_of_addresses_do_not_wait_behind_a_busy_link() -> None:
     """Other addresses at every call, while large copies keep the link to the device busy and memory is used again."""
     sizes = (4096, 160, 33)
-    runs = Runs([(k, 0, k, 0, size) for k, size in enumerate(sizes)])
+    runs = MultiTensorTable([(k, 0, k, 0, size) for k, size in enumerate(sizes)])
     big, there = torch.ones(2**26).pin_memory(), torch.empty(2**26, device="cuda")
     link = torch.cuda.Stream()
     ends = []

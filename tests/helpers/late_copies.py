@@ -28,7 +28,7 @@ class Record:
     pinned: list[Tensor] = field(default_factory=list)
 
 
-class LateChannel:
+class LateCopyStream:
     """What is brought is not a number until it is waited for; what is taken away is there in the end."""
 
     def __init__(self, record: Record) -> None:
@@ -77,20 +77,20 @@ def late_copies() -> Iterator[Record]:
 
     context: Any = hf_emopt.engine.context
     params: Any = hf_emopt.engine.cpu_params
-    originals = context.channel_to, params.home_of
-    context.channel_to, params.home_of = (lambda device: LateChannel(record)), pin
+    originals = context.copy_stream_to, params.host_copy_of
+    context.copy_stream_to, params.host_copy_of = (lambda device: LateCopyStream(record)), pin
     try:
         yield record
     finally:
-        context.channel_to, params.home_of = originals
+        context.copy_stream_to, params.host_copy_of = originals
 
 
 class TwoStreams:
     """What comes and what goes, each in its own order, as late as anybody may wait; or what comes, as early as it may.
 
-    What is brought is garbage until it is waited for. It is what lies at home when that happens, or, ``early``, when it was
-    asked for: where bytes that are on their way home had to be there before, somebody must have said so (``release``).
-    What is taken away lies at home when it must, and the copies are garbage from then on: their memory is another's.
+    What is brought is garbage until it is waited for. It is what lies on the host when that happens, or, ``early``, when
+    it was asked for: where bytes that are on their way home had to be there before, somebody must have said so (``release``).
+    What is taken away lies on the host when it must, and the copies are garbage from then on: their memory is another's.
     """
 
     def __init__(self, early: bool) -> None:
@@ -142,9 +142,9 @@ def _garbage(tensor: Tensor) -> Tensor:
 def two_streams(early: bool) -> Iterator[None]:
     """Has offloaded state that is first moved inside it take them."""
     offload: Any = hf_emopt.state.offload
-    original = offload.channel_to
-    offload.channel_to = lambda device: TwoStreams(early)
+    original = offload.copy_stream_to
+    offload.copy_stream_to = lambda device: TwoStreams(early)
     try:
         yield
     finally:
-        offload.channel_to = original
+        offload.copy_stream_to = original

@@ -10,7 +10,7 @@ import torch
 from late_copies import two_streams
 from torch import Tensor
 
-from hf_emopt.state.host_transfer import home_of
+from hf_emopt.state.host_transfer import host_copy_of
 from hf_emopt.state.offload import StateOffload, room_in_buckets
 
 CPU = torch.device("cpu")
@@ -93,7 +93,7 @@ def test_a_step_that_broke_off_leaves_nothing_behind() -> None:
 
 def test_home_is_the_tensor_itself_where_it_lies_there() -> None:
     tensor = torch.zeros(3)
-    assert home_of(tensor, CPU) is tensor
+    assert host_copy_of(tensor, CPU) is tensor
 
 
 def uneven() -> dict[str, list[Tensor]]:
@@ -108,7 +108,7 @@ def test_memory_of_what_leaves_is_used_a_few_tensors_at_a_time(
     early: bool, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As much as two pieces have room for is on its way in a step, and as much as one has between steps."""
-    monkeypatch.setattr("hf_emopt.state.offload.PARCEL_BYTES", 200)
+    monkeypatch.setattr("hf_emopt.state.offload.CHUNK_BYTES", 200)
     homes = dict(list(uneven().items())[:count])
     largest = max(sum(t.nbytes for t in piece) for piece in homes.values())
     draw, wanted = random.Random(0), dict.fromkeys(homes, 0.0)

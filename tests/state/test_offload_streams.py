@@ -20,10 +20,10 @@ EDITS = {3: "replaced", 7: "in place", 11: "by .data"}
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many pieces of a small model, and parcels of a tensor or two."""
+    """Many pieces of a small model, and chunks of a tensor or two."""
     monkeypatch.setenv("HF_EMOPT_MAX_BUCKET_NUMEL", "11000")
     monkeypatch.setattr("hf_emopt.engine.adamw_step.MAX_BUCKET_NUMEL", 13_000)
-    monkeypatch.setattr("hf_emopt.state.offload.PARCEL_BYTES", 2**14)
+    monkeypatch.setattr("hf_emopt.state.offload.CHUNK_BYTES", 2**14)
 
 
 class Deep(Net):

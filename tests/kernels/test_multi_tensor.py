@@ -7,7 +7,7 @@ import torch
 from interpreted import INTERPRETING, run_in_interpreter
 from torch import Tensor
 
-from hf_emopt.kernels.multi_tensor import contiguous_run
+from hf_emopt.kernels.multi_tensor import flat_span
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ from hf_emopt.kernels.multi_tensor import contiguous_run
     ],
 )
 def test_regions_that_are_runs(where, shape, expected):
-    assert contiguous_run(where, shape) == expected
+    assert flat_span(where, shape) == expected
     if expected is not None:
         values = torch.arange(max(1, torch.Size(shape).numel())).view(shape)
         offset, numel = expected
@@ -38,9 +38,9 @@ if not INTERPRETING:
 
 
 if INTERPRETING:
-    from hf_emopt.kernels.multi_tensor import Runs, all_finite, runs_work
+    from hf_emopt.kernels.multi_tensor import MultiTensorTable, all_finite, kernels_run_on
 
-    Runs.BLOCK = 64
+    MultiTensorTable.BLOCK = 64
     SIZES = [(7, 9), (48,), (3, 80), (1,)]
 
     @pytest.fixture(autouse=True)
@@ -50,7 +50,7 @@ if INTERPRETING:
     def tensors(dtype: torch.dtype = torch.float32) -> list[Tensor]:
         return [torch.randn(size).to(dtype) for size in SIZES]
 
-    def into_one_buffer(order: list[int]) -> tuple[Runs, int]:
+    def into_one_buffer(order: list[int]) -> tuple[MultiTensorTable, int]:
         """The tensors one after another in another order, three elements apart, the third in two parts."""
         runs, offset = [], 5
         for k in order:
@@ -59,16 +59,16 @@ if INTERPRETING:
             for start, count in parts:
                 runs.append((k, start, 0, offset, count))
                 offset += count + 3
-        return Runs(runs), offset
+        return MultiTensorTable(runs), offset
 
-    def gathered(runs: Runs, buffer: Tensor, like: list[Tensor]) -> list[Tensor]:
+    def gathered(runs: MultiTensorTable, buffer: Tensor, like: list[Tensor]) -> list[Tensor]:
         out = [torch.full(t.shape, float("nan")) for t in like]
         for k, a, b, n in zip(runs.left, runs.left_offset, runs.right_offset, runs.numel):
             out[k].view(-1)[a : a + n] = buffer[b : b + n].float()
         return out
 
     def test_runs_work_here() -> None:
-        assert runs_work(torch.device("cpu"))
+        assert kernels_run_on(torch.device("cpu"))
 
     @pytest.mark.parametrize("aligned", [False, True])
     @pytest.mark.parametrize("ok", [None, True, False])
@@ -79,7 +79,7 @@ if INTERPRETING:
         runs, size = into_one_buffer([2, 0, 3, 1])
         if aligned:
             grads, buffers = [torch.randn(16, 16), torch.randn(32)], [torch.randn(16, 16), torch.randn(32)]
-            runs, size = Runs([(0, 0, 0, 32, 256), (1, 0, 0, 0, 32)]), 288
+            runs, size = MultiTensorTable([(0, 0, 0, 32, 256), (1, 0, 0, 0, 32)]), 288
         buffer = torch.full((size,), float("nan"))
         inputs = [b.clone() if ok is False else g for g, b in zip(grads, buffers)]
         wanted = [b.clone() for b in buffers]
@@ -160,7 +160,7 @@ if INTERPRETING:
     def test_tensors_that_are_parts_of_larger_ones(scaled: bool) -> None:
         """Lists of two stacks, of which the tensors are rows in another order: the same numbers, and scales by tensor."""
         sizes, where = [32, 48, 16, 5], [(1, 0), (0, 16), (0, 0), (1, 32)]
-        runs = Runs([(k, 0, 0, 10 + sum(sizes[:k]), size) for k, size in enumerate(sizes)])
+        runs = MultiTensorTable([(k, 0, 0, 10 + sum(sizes[:k]), size) for k, size in enumerate(sizes)])
         stacks = [torch.randn(64), torch.randn(37)]
         apart = [stacks[s][start : start + size].clone() for (s, start), size in zip(where, sizes)]
         scales = [0.5, 2.0, 3.0, 0.25] if scaled else None
@@ -174,7 +174,7 @@ if INTERPRETING:
         for (s, start), size, k in zip(where, sizes, range(4)):
             assert torch.equal(back[s][start : start + size], apart[k] * (scales[k] if scales else 1.0))
         weights = [torch.randn(size) for size in sizes]
-        turned = Runs([(k, 0, k, 0, size) for k, size in enumerate(sizes)])
+        turned = MultiTensorTable([(k, 0, k, 0, size) for k, size in enumerate(sizes)])
         ours, theirs = [w.clone() for w in weights], [w.clone() for w in weights]
         turned.apply(theirs, apart, 0.1, 0.3, None, scales)
         turned.within(right=where).apply(ours, stacks, 0.1, 0.3, None, scales)
@@ -183,8 +183,8 @@ if INTERPRETING:
             assert not torch.equal(a, before)
 
     def test_parts_of_nothing() -> None:
-        Runs([]).within(left=[], right=[]).to_left([], [])
+        MultiTensorTable([]).within(left=[], right=[]).to_left([], [])
 
     def test_no_runs() -> None:
-        Runs([]).to_right([], [])
+        MultiTensorTable([]).to_right([], [])
         assert bool(all_finite([torch.empty(0)]))

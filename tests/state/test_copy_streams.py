@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_emopt.state import host_transfer as channels
-from hf_emopt.state.host_transfer import _Channel
+from hf_emopt.state import host_transfer as copy_streams
+from hf_emopt.state.host_transfer import _DeviceCopyStream
 
 
 class FakeDevice:
@@ -79,21 +79,21 @@ class Operations(TorchDispatchMode):
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     device = FakeDevice()
     monkeypatch.setattr(torch, "get_device_module", lambda _: device)
-    monkeypatch.setattr(channels, "PARCEL_BYTES", 64)
+    monkeypatch.setattr(copy_streams, "CHUNK_BYTES", 64)
     return device
 
 
-def taken(fake: FakeDevice, *parcels: list[Tensor]) -> tuple[list[list[Tensor]], list[FakeEvent]]:
-    channel = _Channel(torch.device("cpu"))
-    homes = [[torch.zeros_like(t) for t in copies] for copies in parcels]
-    return homes, [channel.take_away(copies, home) for copies, home in zip(parcels, homes)]
+def taken(fake: FakeDevice, *chunks: list[Tensor]) -> tuple[list[list[Tensor]], list[FakeEvent]]:
+    copy_stream = _DeviceCopyStream(torch.device("cpu"))
+    homes = [[torch.zeros_like(t) for t in copies] for copies in chunks]
+    return homes, [copy_stream.take_away(copies, home) for copies, home in zip(chunks, homes)]
 
 
 def test_a_kernel_runs_between_what_leaves(fake: FakeDevice) -> None:
-    """Each parcel waits for a kernel on the stream that goes first, which waits for the parcel before."""
-    parcels = [[torch.randn(8), torch.randn(4)], [torch.randn(16)], [torch.randn(3)]]
-    homes, left = taken(fake, *parcels)
-    assert all(torch.equal(a, b) for home, copies in zip(homes, parcels) for a, b in zip(home, copies))
+    """Each chunk waits for a kernel on the stream that goes first, which waits for the chunk before."""
+    chunks = [[torch.randn(8), torch.randn(4)], [torch.randn(16)], [torch.randn(3)]]
+    homes, left = taken(fake, *chunks)
+    assert all(torch.equal(a, b) for home, copies in zip(homes, chunks) for a, b in zip(home, copies))
     assert fake.streams == {"bringing": 0, "taking": 0, "pausing": -1}
     copied = [i for i, (stream, what) in enumerate(fake.log) if stream == "taking" and isinstance(what, int)]
     assert [fake.log[i][1] for i in copied] == [32, 16, 64, 12]
@@ -142,15 +142,15 @@ def test_others_leave_as_they_are(fake: FakeDevice, tensor: Tensor) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="a link between a host and a device")
 def test_a_number_is_read_before_all_has_left() -> None:
     device = torch.device("cuda")
-    channel = _Channel(device)
+    copy_stream = _DeviceCopyStream(device)
     copies = [torch.ones(2**23, device=device) for _ in range(32)]
     homes = [torch.zeros(2**23, pin_memory=True) for _ in copies]
     number = torch.ones(64, device=device)
     assert float(number.sum()) == 64.0  # loads the kernels, which takes longer than the copies
     torch.cuda.synchronize()
     for copy, home in zip(copies, homes):
-        left = channel.take_away([copy], [home])
+        left = copy_stream.take_away([copy], [home])
     assert float(number.sum()) == 64.0
     assert not left.query()  # of 1 GB, 20 ms
-    channel.synchronize()
+    copy_stream.synchronize()
     assert all(bool((home == 1).all()) for home in homes)
