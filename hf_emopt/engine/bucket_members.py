@@ -17,8 +17,9 @@ from hf_emopt.distributed.plan import Batch, Bucket, OwnedRegion
 from hf_emopt.engine.context import StepContext
 from hf_emopt.formats.master_weights import needs_master
 from hf_emopt.kernels.multi_tensor import MultiTensorTable, flat_span, kernels_run_on
+from hf_emopt.linalg.newton_schulz_sharded import Shard
 from hf_emopt.routing.matrix_view import MatrixView
-from hf_emopt.rules.base import RefreshClock, Shard
+from hf_emopt.rules.base import RefreshClock
 
 
 class BucketMembers:

@@ -48,9 +48,8 @@ def run_step(step: Step, refreshes_may_outlast: bool) -> None:
             context.rule.join()
     if context.store.offload is not None:
         context.store.offload.finish()
-    for (
-        copy_stream
-    ) in context.copy_streams.values():  # until parameters that were stepped on copies are back on the host
+    # Parameters that were stepped on copies are back on the host when the step returns.
+    for copy_stream in context.copy_streams.values():
         copy_stream.synchronize()
 
 

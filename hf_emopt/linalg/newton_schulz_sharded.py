@@ -43,6 +43,33 @@ which must have the same bits on all of them."""
 
 
 @dataclass(frozen=True)
+class Shard:
+    """Which part of a batch of whole matrices a tensor is, and how to reduce over all parts. Nothing in it names a rank.
+
+    Attributes:
+        dim: the dimension that is cut: ``-2`` (rows) or ``-1`` (columns), the longer one or either one of a square.
+        full_shape: ``(m, n)`` of the whole matrices.
+        start, stop: the rows or columns that this part has. Parts may differ in size and be empty; together they are the
+            matrix, without overlap.
+        sum, max: reductions over all parts; ``max`` is called for ``"scale_free"`` normalization only.
+        parts, index: number of ranks that share the matrices, and which part this is, from 0. The number is counted on to
+            choose the order of products, not the result.
+        method: ``"standard"``, one Gram matrix a step; or ``"gram"``, one at the start and at each restart, in float16 where
+            no dtype is given and the device has it.
+    """
+
+    dim: int
+    full_shape: tuple[int, int]
+    start: int
+    stop: int
+    sum: Reduce
+    max: Reduce
+    parts: int
+    index: int = 0
+    method: Method = "standard"
+
+
+@dataclass(frozen=True)
 class _Slice:
     """Columns ``start`` to ``stop`` of matrices ``(s, l)``, short side first, and the sums over all slices."""
 
@@ -86,43 +113,28 @@ class _Slice:
 @torch.no_grad()
 def newton_schulz_sharded(
     x: Tensor,
-    dim: int,
-    all_reduce: Reduce,
-    full_shape: tuple[int, int],
+    shard: Shard,
     steps: int | None = 5,
     coefficients: CoefficientSpec = "jordan",
     dtype: torch.dtype | None = None,
     *,
-    all_reduce_max: Reduce,
-    start: int,
-    parts: int,
     eps: float | None = None,
     normalization: Normalization = "scale_free",
-    method: Method = "standard",
-    index: int | None = None,
 ) -> Tensor:
     """This rank's slice of what :func:`~hf_emopt.linalg.newton_schulz.newton_schulz` makes of the whole matrices.
 
-    A collective: all ranks that share the matrices call it with the same arguments but ``x`` and ``start``.
+    A collective: all ranks that share the matrices call it with the same arguments but for their own slice and shard.
 
     Args:
         x: rows ``(..., m_i, n)`` (``dim=-2``) or columns ``(..., m, n_i)`` (``dim=-1``) of matrices ``(..., m, n)``; any
             real floating dtype, never modified. Slices may be of any size, also empty.
-        dim: the dimension that is cut: the longer one, or either one of square matrices.
-        all_reduce: sums over the ranks, see :data:`Reduce`.
-        full_shape: ``(m, n)``.
+        shard: which slice it is, and the reductions over all slices.
         steps, coefficients: as in ``newton_schulz``.
         dtype: of the products and the result: bfloat16, float16, float32 or float64. ``None``: bfloat16 on CUDA and XPU
             devices, also where ``newton_schulz`` would choose float16 (normalized matrices as large as are worth cutting
             have elements in float16's subnormal range), float32 on others.
-        all_reduce_max: largest value over the ranks; called for ``"scale_free"`` only.
-        start: index of the slice's first row or column. The slices together are the matrix, without overlap.
-        parts: ranks that share the work evenly enough to be counted; it chooses the order of products, not the result.
         eps, normalization: as in ``newton_schulz``. ``"clamp"`` and ``"add"`` take the norm in float32 and round it to
             ``dtype``: the definition of the programs they are named after, but not their bits.
-        method: ``"standard"``, one Gram matrix a step; or ``"gram"``, one at the start and at each restart, in float16
-            where ``dtype`` is ``None`` and the device has it.
-        index: which of the ``parts`` this slice is; for ``"gram"``, where the norm and the peak are one message.
 
     Returns:
         The slice of the result, shaped as ``x``, in ``dtype``. As with the whole matrix, zeros give zeros, and a NaN or an
@@ -136,12 +148,13 @@ def newton_schulz_sharded(
     Raises:
         TypeError: ``x`` is not a real floating-point tensor.
         ValueError: arguments that ``newton_schulz`` refuses; a cut along the short side; a slice that does not fit
-            ``full_shape``; rows of square matrices with a coefficient set that rescales rows; the Gram form without
-            ``index``.
+            ``full_shape``; rows of square matrices with a coefficient set that rescales rows; an index that is
+            none of the parts.
     """
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim < 2:
         check_input(x)
-    dim = _check_slice(x, dim, full_shape, start, parts)
+    full_shape, parts, index, method = shard.full_shape, shard.parts, shard.index, shard.method
+    dim = _check_slice(x, shard)
     spec = hashable(coefficients) if isinstance(coefficients, list) else coefficients
     resolved, dtype, floor = _settings(spec, steps, dtype, eps, normalization, method, x.device)
     if resolved.scaling == "aol" and dim == -2 and full_shape[0] == full_shape[1]:
@@ -155,15 +168,15 @@ def newton_schulz_sharded(
 
     matrices = x.reshape(x.shape[-2:]) if batch == 1 else x.reshape(batch, *x.shape[-2:])
     if method == "gram":
-        if index is None or not 0 <= index < parts:
+        if not 0 <= index < parts:
             raise ValueError(
                 f"index={index} must say which of the {parts} parts the slice is, from 0, for method='gram'"
             )
-        return _gram_form(matrices, dim == -2, resolved, dtype, all_reduce, parts, index).reshape(x.shape)
+        return _gram_form(matrices, dim == -2, resolved, dtype, shard).reshape(x.shape)
     y = matrices.mT if dim == -2 else matrices
     short, long = min(full_shape), max(full_shape)
     form = _form(short, long, parts)
-    part = _Slice(short, long, start, start + x.shape[dim], form, all_reduce, all_reduce_max)
+    part = _Slice(short, long, shard.start, shard.stop, form, shard.sum, shard.max)
     if normalization == "scale_free":
         y = _normalize_scale_free(y, part, resolved, dtype)
     else:
@@ -198,7 +211,8 @@ def _form(short: int, long: int, parts: int) -> Form:
     return cheapest_form(short, long, parts)[0]
 
 
-def _check_slice(x: Tensor, dim: int, full_shape: tuple[int, int], start: int, parts: int) -> int:
+def _check_slice(x: Tensor, shard: Shard) -> int:
+    dim, full_shape, start = shard.dim, shard.full_shape, shard.start
     if dim not in (-2, -1, x.ndim - 2, x.ndim - 1):
         raise ValueError(f"dim={dim} must be one of the last two dimensions of {tuple(x.shape)}")
     dim = dim if dim < 0 else dim - x.ndim
@@ -208,12 +222,17 @@ def _check_slice(x: Tensor, dim: int, full_shape: tuple[int, int], start: int, p
             f"matrices {tuple(full_shape)} are cut along their short side (dim={dim}), where a Gram matrix needs whole "
             f"rows; cut them along dim={other}"
         )
-    if x.shape[other] != full_shape[other] or start < 0 or start + x.shape[dim] > full_shape[dim]:
+    if (
+        x.shape[other] != full_shape[other]
+        or start < 0
+        or start + x.shape[dim] > full_shape[dim]
+        or shard.stop != start + x.shape[dim]
+    ):
         raise ValueError(
             f"a slice {tuple(x.shape)} from {start} on along dim={dim} is not part of matrices {tuple(full_shape)}"
         )
-    if parts < 1:
-        raise ValueError(f"parts={parts} must be at least 1")
+    if shard.parts < 1:
+        raise ValueError(f"parts={shard.parts} must be at least 1")
     return dim
 
 
@@ -230,21 +249,13 @@ def _normalize_scale_free(x: Tensor, part: _Slice, resolved: ResolvedCoefficient
     return y.to(dtype)
 
 
-def _gram_form(
-    x: Tensor,
-    tall: bool,
-    resolved: ResolvedCoefficients,
-    dtype: torch.dtype,
-    all_reduce: Reduce,
-    parts: int,
-    index: int,
-) -> Tensor:
+def _gram_form(x: Tensor, tall: bool, resolved: ResolvedCoefficients, dtype: torch.dtype, shard: Shard) -> Tensor:
     """The slice of the result by way of Gram matrices; rows are cut where ``tall``, else columns."""
     wide = x if x.dtype == torch.float64 else x.float()
     own_peak, own_square = _own_scale(wide)
-    scales = wide.new_zeros(*x.shape[:-2], parts, 2)
-    scales[..., index, :] = torch.stack([own_peak, own_square], dim=-1)
-    scales = all_reduce(scales)  # each number stands alone in its sum, so that this is a gather
+    scales = wide.new_zeros(*x.shape[:-2], shard.parts, 2)
+    scales[..., shard.index, :] = torch.stack([own_peak, own_square], dim=-1)
+    scales = shard.sum(scales)  # each number stands alone in its sum, so that this is a gather
     peaks, squares = scales.unbind(-1)
     peak = peaks.amax(-1, keepdim=True)
     safe = peak.masked_fill(peak == 0, 1.0)
@@ -263,7 +274,7 @@ def _gram_form(
         else:  # an empty slice, of which no kernel is asked
             product = rows.new_zeros(*rows.shape[:-1], rows.shape[-2])
         packed = _pack(product).to(torch.promote_types(dtype, torch.float32))
-        product = _unpack(all_reduce(packed).to(dtype), product.shape[-1])
+        product = _unpack(shard.sum(packed).to(dtype), product.shape[-1])
         q = gram_polynomial(product, resolved.steps[first:last], gram_scale)
     return multiply(q, y, tall, 1.0 / scale)
 

@@ -7,7 +7,7 @@ matrix is, and the update goes back to the parameter, where :mod:`hf_emopt.rules
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_emopt.linalg.cost import Method, ShardedCost
+from hf_emopt.linalg.newton_schulz_sharded import Shard
 from hf_emopt.routing.lora import Adapter
 from hf_emopt.rules.lora_pairs import Factor
 from hf_emopt.rules.options import Options
@@ -48,30 +49,6 @@ class RefreshClock:
     refresh_steps: tuple[tuple[int, ...], ...] = ()
     key: BatchKey | None = None
     undisturbed: bool = False
-
-
-@dataclass(frozen=True)
-class Shard:
-    """Which part of a batch of whole matrices a tensor is, and how to sum over all parts. Nothing in it names a rank.
-
-    Attributes:
-        dim: the dimension that is cut: ``-2`` (rows) or ``-1`` (columns), the longer one or either one of a square.
-        full_shape: ``(m, n)`` of the whole matrices.
-        start, stop: the rows or columns that this part has. Parts may differ in size and be empty.
-        sum: adds a contiguous tensor up over all parts, in place or not; the result has the same bits everywhere.
-        max: the same for the elementwise largest value.
-        parts, index: number of ranks that share the matrices, and which part this is, from 0.
-    """
-
-    dim: int
-    full_shape: tuple[int, int]
-    start: int
-    stop: int
-    sum: Callable[[Tensor], Tensor]
-    max: Callable[[Tensor], Tensor]
-    parts: int
-    index: int = 0
-    method: Method = "standard"
 
 
 class MatrixRule(ABC):

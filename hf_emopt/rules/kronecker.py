@@ -135,12 +135,15 @@ class KroneckerRule(RefreshingRule):
         full = block.state[key] if storage == "float32" else load_factor(block.state, key, block.sizes[d], storage)
         return full.view(-1, *full.shape[2:]).to(block.state["count"].dtype)
 
+    def factor_beta(self, group: Group) -> float:
+        """The decay of the factors; 1 for sums."""
+        return float(group["betas"][1])
+
     def update_factor(
         self,
         block: BlockState,
         d: int,
         group: Group,
-        beta: float,
         rows: Tensor,
         gate: Gate,
         clock: RefreshClock,
@@ -153,6 +156,7 @@ class KroneckerRule(RefreshingRule):
                 count. They may be rounded to float16 already.
             scale: the factor of each of these float16 matrices.
         """
+        beta = self.factor_beta(group)
         new = 1.0 if beta == 1.0 else 1.0 - beta
         factor = self.factor(block, d, group)
         if self.in_half(rows, group):

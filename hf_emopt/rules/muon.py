@@ -19,9 +19,9 @@ from torch import Tensor
 from hf_emopt.linalg.coefficients import CoefficientSpec, hashable, resolve_coefficients
 from hf_emopt.linalg.cost import Method, ShardedCost, sharded_cost
 from hf_emopt.linalg.newton_schulz import newton_schulz, newton_schulz_flops
-from hf_emopt.linalg.newton_schulz_sharded import newton_schulz_sharded
+from hf_emopt.linalg.newton_schulz_sharded import Shard, newton_schulz_sharded
 from hf_emopt.routing.lora import LoraMode
-from hf_emopt.rules.base import Group, MatrixRule, RefreshClock, Shard, state_dtype
+from hf_emopt.rules.base import Group, MatrixRule, RefreshClock, state_dtype
 from hf_emopt.rules.lora_pairs import Factor, pair_update
 from hf_emopt.rules.options import Options, as_tuple, check_choice, check_number, check_whole, dtype_name, option
 
@@ -336,19 +336,12 @@ class MuonRule(MatrixRule):
             )
         return newton_schulz_sharded(
             x,
-            shard.dim,
-            shard.sum,
-            shard.full_shape,
+            shard,
             group["ns_steps"],
             group["ns_coefficients"],
             ns_dtype_of(group),
-            all_reduce_max=shard.max,
-            start=shard.start,
-            parts=shard.parts,
             eps=group["eps"],
             normalization="scale_free" if group["eps"] is None else "clamp",
-            method=shard.method,
-            index=shard.index,
         )
 
     def transform_shard(

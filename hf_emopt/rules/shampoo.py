@@ -192,16 +192,16 @@ class ShampooRule(KroneckerRule):
         return filtered / (moment.sqrt() + eps)
 
     def _update_factors(self, block: BlockState, group: Group, gate: Gate, clock: RefreshClock) -> None:
-        dims, beta, precision = self.factored(block, group), group["betas"][1], group["matmul_precision"]
+        dims, precision = self.factored(block, group), group["matmul_precision"]
         if not group["kl"]:
             rows, scale = self.rows_of(block, group)
             for d in dims:
-                self.update_factor(block, d, group, beta, unfold(rows, d), gate, clock, scale)
+                self.update_factor(block, d, group, unfold(rows, d), gate, clock, scale)
             return
         for d in dims:  # each factor sees the gradient whitened by the other dimensions' inverse roots
             roots = [(other, block.tensor("root", other)) for other in dims if other != d]
             white = mode_products(block.grads, roots, precision)
-            self.update_factor(block, d, group, beta, self.whitened_rows(block, d, white), gate, clock)
+            self.update_factor(block, d, group, self.whitened_rows(block, d, white), gate, clock)
 
     def snapshot(self, factor_dim: FactorDim, group: Group) -> dict[str, Tensor]:
         beta2, block = group["betas"][1], factor_dim.block

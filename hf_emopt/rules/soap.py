@@ -177,6 +177,10 @@ class SoapRule(KroneckerRule):
         correction1, correction2 = 1.0 - beta1**steps, (1.0 - beta2**steps).sqrt()
         return exp_avg / (exp_avg_sq.sqrt() + group["eps"]) * (correction2 / correction1)
 
+    def factor_beta(self, group: Group) -> float:
+        beta = group["shampoo_beta"]
+        return float(group["betas"][1] if beta is None else beta)
+
     def _update_factors(
         self,
         block: BlockState,
@@ -185,12 +189,11 @@ class SoapRule(KroneckerRule):
         clock: RefreshClock,
         scaled_rows: tuple[Tensor, Tensor | None],
     ) -> None:
-        beta = group["betas"][1] if group["shampoo_beta"] is None else group["shampoo_beta"]
         dims, precision = self.factored(block, group), group["matmul_precision"]
         if not group["kl"]:
             rows, scale = scaled_rows
             for d in dims:
-                self.update_factor(block, d, group, beta, unfold(rows, d), gate, clock, scale)
+                self.update_factor(block, d, group, unfold(rows, d), gate, clock, scale)
             return
         for d in dims:
             # The other dimensions' covariance is Q diag(lambda) Q^T; whitening by it needs no matrix back from the basis.
@@ -202,7 +205,7 @@ class SoapRule(KroneckerRule):
                     basis = block.tensor("basis", other).to(block.grads.dtype)
                     turns.append((other, eigenvalues.maximum(floor).rsqrt().unsqueeze(-1) * basis.mT))
             white = mode_products(block.grads, turns, precision)
-            self.update_factor(block, d, group, beta, self.whitened_rows(block, d, white), gate, clock)
+            self.update_factor(block, d, group, self.whitened_rows(block, d, white), gate, clock)
 
     # ------------------------------------------------------------------ refresh
 

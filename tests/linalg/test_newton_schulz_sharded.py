@@ -14,7 +14,7 @@ from hf_emopt.linalg.coefficients import NS_COEFFICIENTS, resolve_coefficients
 from hf_emopt.linalg.cost import cheapest_form, sharded_cost
 from hf_emopt.linalg.gram_newton_schulz import find_restart_steps
 from hf_emopt.linalg.newton_schulz import newton_schulz, newton_schulz_flops
-from hf_emopt.linalg.newton_schulz_sharded import newton_schulz_sharded
+from hf_emopt.linalg.newton_schulz_sharded import Shard, newton_schulz_sharded
 
 FORMS = ("polynomial", "gram_twice", "shared_polynomial")
 SHAPES = [(33, 70), (70, 33), (31, 31), (1, 9), (9, 1)]
@@ -29,8 +29,18 @@ def _seed() -> None:
 @pytest.fixture(params=FORMS)
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Each order of products, whatever would be cheapest for matrices of a test's size."""
-    monkeypatch.setattr(module, "cheapest_form", lambda short, long, parts: (request.param, 0))
+    monkeypatch.setattr(module, "_form", lambda short, long, parts: request.param)
     return request.param
+
+
+def of_slice(
+    x: Tensor, dim: int, all_reduce: Any, full_shape: tuple[int, int], *given: Any,
+    all_reduce_max: Any, start: int, parts: int, method: Any = "standard", index: int = -1, **options: Any,
+) -> Tensor:  # fmt: skip
+    """:func:`newton_schulz_sharded` of a slice that begins at ``start``."""
+    stop = start + (x.shape[dim] if -x.ndim <= dim < x.ndim else 0)
+    shard = Shard(dim, full_shape, start, stop, all_reduce, all_reduce_max, parts, index, method)
+    return newton_schulz_sharded(x, shard, *given, **options)
 
 
 def sharded(
@@ -44,7 +54,7 @@ def sharded(
         first, last = bounds[r]
         part = x.narrow(dim, first, last - first)
         before = part.clone()
-        result = newton_schulz_sharded(
+        result = of_slice(
             part,
             dim,
             compute_group.sum(r),
@@ -221,7 +231,7 @@ class TestFlops:
         bounds = cuts(shape[dim], parts)[0]
         part = torch.empty((bounds[1], n) if dim == -2 else (m, bounds[1]), device="meta")
         with FlopCounterMode(display=False) as counter:
-            newton_schulz_sharded(
+            of_slice(
                 part,
                 dim,
                 lambda t: t,
@@ -275,11 +285,11 @@ class TestRefusals:
         arguments = {"dim": -1, "start": 0, "parts": 3, **options}
         dim = arguments.pop("dim")
         with pytest.raises(ValueError, match=message):
-            newton_schulz_sharded(torch.ones(shape), dim, lambda t: t, full, all_reduce_max=lambda t: t, **arguments)
+            of_slice(torch.ones(shape), dim, lambda t: t, full, all_reduce_max=lambda t: t, **arguments)
 
     def test_integers_are_refused(self) -> None:
         with pytest.raises(TypeError, match="floating"):
-            newton_schulz_sharded(
+            of_slice(
                 torch.ones(4, 3, dtype=torch.int64),
                 -1,
                 lambda t: t,
@@ -300,7 +310,7 @@ def gram_form(
     def rank(r: int) -> Tensor:
         first, last = bounds[r]
         part = x.narrow(dim, first, last - first)
-        return newton_schulz_sharded(
+        return of_slice(
             part, dim, compute_group.sum(r), tuple(x.shape[-2:]), all_reduce_max=compute_group.max(r),
             start=first, parts=parts, method="gram", index=r, **options,
         )  # fmt: skip
@@ -365,7 +375,7 @@ class TestGramForm:
             dim = -2 if m > n else -1
             size = (m // parts, n) if dim == -2 else (m, n // parts)
             with FlopCounterMode(display=False) as counter:
-                newton_schulz_sharded(
+                of_slice(
                     torch.empty(size, device="meta"), dim, lambda t: t, (m, n), dtype=torch.float32, start=0,
                     all_reduce_max=lambda t: t, parts=parts, method="gram", index=0,
                 )  # fmt: skip
@@ -383,6 +393,6 @@ class TestGramForm:
     def test_refusals(self, options: dict[str, Any], message: str) -> None:
         arguments = {"dim": -1, "start": 0, "parts": 3, "index": 0, "method": "gram", **options}
         with pytest.raises(ValueError, match=message):
-            newton_schulz_sharded(
+            of_slice(
                 torch.ones(4, 3), all_reduce=lambda t: t, full_shape=(4, 9), all_reduce_max=lambda t: t, **arguments
             )

@@ -10,8 +10,9 @@ from slices import ComputeGroup, cuts
 from torch import Tensor
 
 from hf_emopt.linalg import newton_schulz_flops
+from hf_emopt.linalg.newton_schulz_sharded import Shard
 from hf_emopt.optimizers import SOAP, Muon, NorMuon
-from hf_emopt.rules.base import Group, RefreshClock, Shard
+from hf_emopt.rules.base import Group, RefreshClock
 from hf_emopt.rules.muon import ADJUST_LR_FNS, MuonRule, NorMuonRule
 from hf_emopt.rules.soap import SoapRule
 
