@@ -384,7 +384,7 @@ class TestGramForm:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"index": None}, "index=None must say which"),
+            ({"index": -1}, "index=-1 must say which"),
             ({"index": 3}, "index=3 must say which"),
             ({"dtype": torch.bfloat16}, "more bits than bfloat16"),
             ({"coefficients": "aol", "steps": None}, "rescales rows"),
