@@ -171,7 +171,7 @@ def _record(full_key: Hashable, likes: list[Tensor], work: Callable[..., Pair], 
     graph = _capture(room, run, sources[0])
     if graph is None:
         return None
-    recording = _recordings[full_key] = _Recording(graph, sources, result)
+    recording = _recordings[full_key] = _Recording(graph, sources, list(result))
     return recording
 
 

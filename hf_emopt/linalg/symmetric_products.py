@@ -46,7 +46,7 @@ def kernels_pay(device: torch.device) -> bool:
     Raises:
         ValueError: the environment names variants of kernels, which are gone.
     """
-    if device.type == "cpu" and "TRITON_INTERPRET" not in os.environ:
+    if device.type == "cpu" and os.environ.keys().isdisjoint(("TRITON_INTERPRET", _RETIRED_VARIABLE)):
         return False
     return _pay(device, runtime.kernels_disabled(), runtime.interpreting(), configs.chosen_table())
 
