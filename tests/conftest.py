@@ -62,16 +62,21 @@ def pytest_sessionfinish() -> None:
 # --- tiers ------------------------------------------------------------------------------------------------------------
 
 
+_MANY = 4
+"""Cases of one test, of which the first tier has no more than it takes for every value of every option to occur."""
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks as ``second_tier`` what ``first_tier`` leaves out, before ``-m`` selects.
 
-    Tests on several ranks are dear, and have ``first_tier()`` without saying so.
+    Tests on several ranks, and tests with more than :data:`_MANY` cases, have ``first_tier()`` without saying so.
     """
     for _, cases in groupby(items, key=lambda item: (item.parent, getattr(item, "originalname", item.name))):
         group = [i for i in cases if i.get_closest_marker("second_tier") is i.get_closest_marker("products") is None]
         marker = group[0].get_closest_marker("first_tier") if group else None
-        if len(group) > 1 and (marker is not None or "worlds" in group[0].fixturenames):  # type: ignore[attr-defined]
+        many = len(group) > _MANY or (len(group) > 1 and "worlds" in group[0].fixturenames)  # type: ignore[attr-defined]
+        if len(group) > 1 and (marker is not None or many):
             chosen = covering([item.callspec.params for item in group], marker.args if marker else ())  # type: ignore[attr-defined]
             for index, item in enumerate(group):
                 if index not in chosen:

@@ -206,7 +206,7 @@ class NewtonSchulzCalls:
     def _counting(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def counted(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             # Of a matrix that several ranks orthogonalize together, each has its share.
-            self.matrices += Fraction(math.prod(x.shape[:-2]), kwargs.get("parts", 1))
+            self.matrices += Fraction(math.prod(x.shape[:-2]), getattr(args[0], "parts", 1) if args else 1)
             return function(x, *args, **kwargs)
 
         return counted

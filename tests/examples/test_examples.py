@@ -215,6 +215,7 @@ def test_demo_fine_tunes_a_local_checkpoint(tmp_path: Path, checkpoint: Path, te
 # ---------------------------------------------------------------- causal LM
 
 
+@pytest.mark.second_tier
 def test_run_clm_under_accelerate_launch(tmp_path: Path, text_folder: Path) -> None:
     launch(
         "run_clm.py", "run_clm.yaml", "--train_file", str(text_folder), "--config_overrides", TINY_LLAMA,
@@ -267,6 +268,7 @@ def test_run_clm_refuses_a_config_beside_a_checkpoint(tmp_path: Path, checkpoint
 # ---------------------------------------------------------------- classification
 
 
+@pytest.mark.second_tier
 def test_run_classification_under_accelerate_launch(tmp_path: Path) -> None:
     data = rows_file(tmp_path / "rows.jsonl")
     launch(

@@ -195,6 +195,7 @@ def test_asking_for_state_does_not_change_the_run(rule: str, state_dtype: str) -
 
 @pytest.mark.parametrize(("state_dtype", "far", "worse"), [("bfloat16", 0.1, 1.05), (*INT8.values, 0.15, 1.1)])
 @pytest.mark.parametrize("rule", ["muon", "soap", "shampoo"])
+@pytest.mark.first_tier("rule")
 def test_two_hundred_steps_stay_near_float32(rule: str, state_dtype: str, far: float, worse: float) -> None:
     """Weights within ``far`` of the way that float32 state takes them, and as far in the gradients' direction but for 5 or 10
     percent. Gradients are given: those of a training would carry a rounding of the first step to the last in any size.

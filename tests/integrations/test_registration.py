@@ -130,12 +130,14 @@ print("fine")
 """
 
 
+@pytest.mark.second_tier
 def test_registering_again_and_reloading_change_nothing() -> None:
     """In a process of its own: a reloaded module has other classes than those that other modules have imported."""
     done = run_python(RELOADED)
     assert done.stdout.strip() == "fine", done.stderr
 
 
+@pytest.mark.second_tier
 def test_training_args_bin_loads_where_the_package_is_absent(tmp_path: Path) -> None:
     torch.save(arguments(tmp_path, optim="muon"), tmp_path / "training_args.bin")
     done = run_python(

@@ -232,6 +232,7 @@ class TestDispatch:
 
         assert not kernels_pay(torch.device("cpu"))
 
+    @pytest.mark.second_tier
     def test_without_triton(self) -> None:
         """The package computes the same where Triton cannot be imported."""
         code = (

@@ -10,6 +10,7 @@ from interpreted import INTERPRETING, run_in_interpreter
 
 if not INTERPRETING:
 
+    @pytest.mark.second_tier
     def test_half_passes_in_the_interpreter() -> None:
         run_in_interpreter(__file__)
 

@@ -71,6 +71,7 @@ def test_products_of_any_matrices() -> None:
 
 if not INTERPRETING:
 
+    @pytest.mark.second_tier
     def test_split_products_in_the_interpreter() -> None:
         run_in_interpreter(__file__)
 
