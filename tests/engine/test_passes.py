@@ -10,14 +10,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from interpreted import INTERPRETING, run_in_interpreter
-
-if not INTERPRETING:
-
-    @pytest.mark.second_tier
-    def test_passes_in_the_interpreter() -> None:
-        run_in_interpreter(__file__)
-
+from interpreted import INTERPRETING
 
 if INTERPRETING:
     from harness import World

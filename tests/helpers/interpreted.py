@@ -1,4 +1,4 @@
-"""Runs a test file in Triton's interpreter, which has to be chosen before Triton is imported: in a process of its own."""
+"""Runs test files in Triton's interpreter, which has to be chosen before Triton is imported: in a process of its own."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["INTERPRETING", "run_in_interpreter", "small_integers"]
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def run_in_interpreter(path: str) -> None:
-    """All tests of a file that are defined where ``INTERPRETING``; fails with their output where one does."""
+def run_in_interpreter(paths: list[str], *arguments: str) -> None:
+    """All tests of some files, also those that are defined where ``INTERPRETING``; fails with the output where one does."""
     pytest.importorskip("triton", reason="Triton has no wheel for this platform")
     result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", path],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments, *paths],
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

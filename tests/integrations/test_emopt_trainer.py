@@ -360,7 +360,7 @@ def test_accelerate_loop_saved_and_loaded_ends_as_one_process(
     [
         {},
         {"tied": True},
-        {"compiled": True},
+        pytest.param({"compiled": True}, marks=pytest.mark.second_tier),
         {"checkpointed": True},
         {"gradient_checkpointing": True},
         {"compiled": True, "checkpointed": True, "tied": True},

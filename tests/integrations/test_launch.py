@@ -70,7 +70,8 @@ def test_block_becomes_environment_and_the_rest_accelerates(tmp_path: Path) -> N
     assert rest == SINGLE
 
 
-@pytest.mark.parametrize("status", [pytest.param(0, marks=pytest.mark.second_tier), 3])
+@pytest.mark.second_tier  # two starts of Python that import everything
+@pytest.mark.parametrize("status", [0, 3])
 def test_script_gets_arguments_environment_and_gives_its_status(status: int, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SHOW)
     out = tmp_path / "out.json"

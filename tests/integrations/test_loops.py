@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from harness import Worlds
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -102,15 +102,10 @@ def side_is_on(step: int, rank: int) -> bool:
     return step == 0 or (step == 2 and rank == 0)
 
 
-def replica(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    torch.manual_seed(100 + rank)  # noise must come from the step, not from the process
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
-    try:
-        results = {name: replica_run(rank, *case) for name, case in CASES.items()}
-        torch.save(results, f"{folder}/rank{rank}.pt")
-    finally:
-        dist.destroy_process_group()
+def replica() -> dict[str, tuple[Any, ...]]:
+    """What this rank ends with, by case."""
+    torch.manual_seed(100 + dist.get_rank())  # noise must come from the step, not from the process
+    return {name: replica_run(dist.get_rank(), *case) for name, case in CASES.items()}
 
 
 def replica_run(rank: int, cls_name: str, dtype_name: str, options: dict[str, Any]) -> tuple[Any, ...]:
@@ -129,11 +124,9 @@ def replica_run(rank: int, cls_name: str, dtype_name: str, options: dict[str, An
 
 
 @pytest.fixture(scope="module")
-def replicas(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of two processes ended with, for every case; one start of processes for all."""
-    folder = tmp_path_factory.mktemp("replicas")
-    mp.spawn(replica, (str(folder),), nprocs=2)
-    return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
+def replicas(worlds: Worlds) -> list[dict[str, Any]]:
+    """What each of two processes ended with, for every case."""
+    return worlds[2].run(replica)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -196,6 +196,7 @@ print("fine")
 """
 
 
+@pytest.mark.second_tier  # a start of Python that imports transformers twice
 def test_an_optimizer_that_transformers_ships_stays_and_a_second_copy_of_ours_takes_over(tmp_path: Path) -> None:
     shutil.copy(enum_members.__file__, tmp_path / "enum_members.py")
     done = run_python(NATIVE, str(tmp_path))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from interpreted import INTERPRETING, run_in_interpreter
+from interpreted import INTERPRETING
 from torch import Tensor
 
 from hf_emopt.kernels.multi_tensor import flat_span
@@ -29,12 +29,6 @@ def test_regions_that_are_runs(where, shape, expected):
         values = torch.arange(max(1, torch.Size(shape).numel())).view(shape)
         offset, numel = expected
         assert torch.equal(values.reshape(-1)[offset : offset + numel], values[where].reshape(-1))
-
-
-if not INTERPRETING:
-
-    def test_kernels_in_the_interpreter() -> None:
-        run_in_interpreter(__file__)
 
 
 if INTERPRETING:

@@ -10,15 +10,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from interpreted import INTERPRETING, run_in_interpreter, small_integers
+from interpreted import INTERPRETING, small_integers
 
 HALF = [torch.float16, torch.bfloat16]
-
-if not INTERPRETING:
-
-    def test_kernels_in_the_interpreter() -> None:
-        run_in_interpreter(__file__)
-
 
 if INTERPRETING:
     from hf_emopt.kernels.triton.configs import Config

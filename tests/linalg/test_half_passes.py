@@ -6,14 +6,7 @@ import importlib
 
 import pytest
 import torch
-from interpreted import INTERPRETING, run_in_interpreter
-
-if not INTERPRETING:
-
-    @pytest.mark.second_tier
-    def test_half_passes_in_the_interpreter() -> None:
-        run_in_interpreter(__file__)
-
+from interpreted import INTERPRETING
 
 if INTERPRETING:
     from torch import Tensor

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from interpreted import INTERPRETING, run_in_interpreter
+from interpreted import INTERPRETING
 from torch import Tensor
 
 from hf_emopt.linalg import split_products
@@ -67,13 +67,6 @@ def test_products_of_any_matrices() -> None:
         assert torch.equal(value, value.mT)
         torch.testing.assert_close(gram_product(basis, basis), torch.eye(72).expand(2, 72, 72), rtol=0, atol=2e-6)
         torch.testing.assert_close(general_product(y, basis).double(), y.double() @ x, rtol=0, atol=2e-6)
-
-
-if not INTERPRETING:
-
-    @pytest.mark.second_tier
-    def test_split_products_in_the_interpreter() -> None:
-        run_in_interpreter(__file__)
 
 
 if INTERPRETING:
