@@ -69,15 +69,11 @@ def _has_backend_flags() -> bool:
     return hasattr(torch._C, "_set_fp32_precision_setter") and hasattr(torch._C, "_get_fp32_precision_getter")
 
 
-def _backend_flags() -> list[tuple[str, str]]:
-    return [("cuda", "matmul"), ("mkldnn", "matmul")]
-
-
 def _backend_change(allow_tf32: bool) -> Callable[[], None] | None:
     c: Any = torch._C
     wanted = "tf32" if allow_tf32 else "ieee"
     undo: list[tuple[str, str, str]] = []
-    for backend, op in _backend_flags():
+    for backend, op in (("cuda", "matmul"), ("mkldnn", "matmul")):
         current = c._get_fp32_precision_getter(backend, op)
         # On the CPU no product is ever lowered on request: the emulated precisions serve there.
         target = wanted if backend == "cuda" else "ieee"
