@@ -172,7 +172,7 @@ def _load_schedule(self: trainer.Trainer, ours: Any, checkpoint: str, foreign: b
 
 
 def _save(original: Original, self: trainer.Trainer, model: Any, trial: Any, *args: Any, **kwargs: Any) -> Any:
-    """``Trainer._save_checkpoint``: an overwritten folder has no ``trainer_state.json``, the mark of a whole one, until the end."""
+    """``Trainer._save_checkpoint``, which first removes the mark of a whole folder, ``trainer_state.json``."""
     if _is_ours(self) and self.args.should_save:
         folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
         (folder / "trainer_state.json").unlink(missing_ok=True)
