@@ -178,7 +178,7 @@ def _other_weights(source: Path, folder: Path, trained: dict[str, Tensor]) -> di
     path = folder / _MODEL_FILE
     module = _load(path)["module"] if path.is_file() else {}
     known = {tensor.data_ptr() for name, tensor in module.items() if name in trained}
-    # What shares memory with a trained one is tied to it.
+    # A weight that shares memory with a trained one is tied to it.
     return {n: t for n, t in module.items() if isinstance(t, Tensor) and t.numel() and t.data_ptr() not in known}
 
 

@@ -130,7 +130,7 @@ def find_fsdp_weights(folder: Path) -> Path | None:
 
 
 def read_fsdp_weights(path: Path) -> dict[str, Tensor]:
-    """What :func:`find_fsdp_weights` has found, whole and on the host."""
+    """The weights at a path from :func:`find_fsdp_weights`, whole and on the host."""
     state = read_file(path) if path.is_file() else read_distributed(path)
     weights: dict[str, Tensor] = state.get("model", state)
     return weights

@@ -1,7 +1,7 @@
 """State of flattened parameters in checkpoints: each rank saves and loads its own runs, as DeepSpeed's files are by rank.
 
-A rank's ``state_dict`` says of every parameter which run of it the rank has (``spans`` and ``shapes`` in the groups).
-:func:`merged` makes of all ranks' dictionaries the whole that every other layout loads.
+A rank's ``state_dict`` gives the run of every parameter that the rank has (``spans`` and ``shapes`` in the groups).
+:func:`merged` combines the dictionaries of all ranks into the whole ``state_dict``, which every other layout loads.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def emitted_runs(
         saved[PRICED] = priced
         saved[SPANS] = [list(part.span) for part in group["params"]]
         saved[SHAPES] = [list(part.full_shape) for part in group["params"]]
-    # What another rank owns has an empty tensor.
+    # Entries that another rank owns are empty tensors.
     state = {
         index: {key: entry[key] for key in sorted(entry) if is_count(key) or is_shaped(key) or entry[key].numel()}
         for index, entry in plain["state"].items()
@@ -150,7 +150,7 @@ def merged(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The whole ``state_dict`` of all ranks' :func:`emitted_runs`, in any order.
 
     Raises:
-        ValueError: naming a parameter of which elements are missing.
+        ValueError: naming a parameter with missing elements.
     """
     first = parts[0]
     state: dict[Any, dict[str, Any]] = {}
@@ -166,7 +166,7 @@ def merged(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 class _Run(NamedTuple):
-    """What one rank saved of a parameter."""
+    """The part of a parameter that one rank saved."""
 
     span: tuple[int, ...]
     owned: Sequence[Sequence[int]]

@@ -1,7 +1,7 @@
 """The state of ``torch.optim.AdamW`` as the start of a matrix optimizer.
 
-AdamW's moments of the auxiliary parameters mean here what they meant there, and are kept. Matrices begin with fresh
-momentum: a first moment in AdamW's scale is no momentum of an orthogonalized or preconditioned step.
+The auxiliary parameters keep AdamW's moments, which have the same meaning here. Matrices begin with fresh momentum: a first
+moment of AdamW is no momentum of an orthogonalized or preconditioned step.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _schedule_scale(groups: Sequence[Group]) -> float:
 
 
 def _unknown_schedule(live_groups: Sequence[Group], groups: Sequence[Group]) -> str:
-    """What to say where the checkpoint does not tell its peak learning rate: no schedule, or ``ReduceLROnPlateau``."""
+    """A warning for a checkpoint without its peak learning rate, as under ``ReduceLROnPlateau``; else empty."""
     saved, live = float(groups[0]["lr"]), float(live_groups[0]["lr"])
     if saved == live or any("initial_lr" in group for group in groups):
         return ""

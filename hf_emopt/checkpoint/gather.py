@@ -1,6 +1,6 @@
-"""State that lies with owners: brought together for a checkpoint, and taken apart after one is loaded.
+"""Owners' state: gathered for a checkpoint, and distributed after one is loaded.
 
-Whole state is a dictionary by parameter name whose tensors are those of a single process: elementwise state shaped like the
+Whole state is a dictionary by parameter name with the tensors of a single process: elementwise state shaped like the
 parameter, matrix state with one row for each matrix.
 """
 
@@ -38,10 +38,10 @@ def _planned(context: StepContext) -> Iterator[tuple[Bucket, int, str]]:
 
 
 def materialize(context: StepContext) -> None:
-    """Makes all state that there is not yet, as it is before a first step, with the same keys on every rank.
+    """Makes all missing state, as it is before a first step, with the same keys on every rank.
 
-    ``torch.distributed.checkpoint`` asks for an entry of every trainable parameter on every rank, and takes the keys that
-    it looks for in a file from ``optimizer.state``. So what another rank owns has an empty tensor here.
+    ``torch.distributed.checkpoint`` asks for an entry of every trainable parameter on every rank, and looks for the keys of
+    ``optimizer.state`` in a file. So an entry that another rank owns is an empty tensor here.
     """
     for plan in (context.plan, context.aux_plan):
         for index, bucket in enumerate(plan.buckets):
@@ -71,7 +71,7 @@ def _meta(param: Tensor) -> Tensor:
 
 
 def _start(context: StepContext, bucket: Bucket, i: int, like: Tensor) -> State:
-    """The whole state of a parameter as the rule starts it, where ``like`` is: a tensor of its shape and dtype."""
+    """The whole initial state of a parameter, on the device of ``like``: a tensor of its shape and dtype."""
     group, matrix_view_like = context.groups[bucket.group], torch.empty(0, dtype=like.dtype, device=like.device)
     result = elementwise_state(context.rule, group, like, like.shape)
     if group["kind"] == "matrix":
@@ -82,7 +82,7 @@ def _start(context: StepContext, bucket: Bucket, i: int, like: Tensor) -> State:
 
 
 def fresh(context: StepContext) -> dict[str, State]:
-    """Whole state as it is before a first step, on the host, of every parameter whose state lies with owners."""
+    """Whole state as it is before a first step, on the host, of every parameter whose owners hold the state."""
     result: dict[str, State] = {}
     for bucket, i, name in _planned(context):
         if context.store.owned(bucket, i) is not None:
@@ -93,7 +93,7 @@ def fresh(context: StepContext) -> dict[str, State]:
 
 
 def gathered(context: StepContext, keep: bool = True) -> dict[str, State]:
-    """Collective: whole state on the host, by name; nothing without ``keep``, on a rank that only takes part."""
+    """Collective: whole state on the host, by name; empty without ``keep``, on a rank that only takes part."""
     materialize(context)
     result: dict[str, State] = {}
     for bucket, i, name in _planned(context):
@@ -111,7 +111,7 @@ def gathered(context: StepContext, keep: bool = True) -> dict[str, State]:
 
 
 def _whole_shaped(context: StepContext, bucket: Bucket, i: int, keep: bool) -> State:
-    """Elementwise state of a parameter, from the parts that owners have."""
+    """Collective: elementwise state of a parameter, from the parts of its owners."""
     param, group = context.parameter(bucket, i), context.groups[bucket.group]
     expected = elementwise_state(context.rule, group, _meta(param), param.shape)
     state = context.store.state[param]
@@ -162,7 +162,7 @@ def _whole_matrix_state(context: StepContext, bucket: Bucket, i: int, use: Calla
 
 
 def has_matrix_state(context: StepContext) -> bool:
-    """Whether any matrix has state of its own, which is not laid out as its parameter is."""
+    """Whether any matrix has matrix state."""
     return any(
         _matrix_view_like(context, matrix_view.shape, context.groups[bucket.group], context.parameter(bucket, i))
         for bucket in context.plan.buckets
@@ -200,14 +200,14 @@ def _spread(whole: Tensor, like: DTensor) -> Tensor:
 def _matrix_view_like(
     context: StepContext, shape: tuple[int, int, int], group: Group, param: Tensor
 ) -> dict[str, Tensor]:
-    """Matrix state of a shape without its memory. What rules keep on the host comes out on the host."""
+    """Matrix state of a shape without memory. State that the rule keeps on the host is on the host."""
     return matrix_state(context.rule, group, shape, torch.empty(0, dtype=param.dtype, device="meta"))
 
 
 def _matrix_view_place(
     bucket: Bucket, owned_region: OwnedRegion, place: int, whole: Sequence[int], part: Sequence[int]
 ) -> tuple[slice, ...]:
-    """Where the state of an owned region's matrix view belongs in the parameter's."""
+    """Index of the state of an owned region's matrix view in that of the parameter."""
     cut, parameter = owned_region.slicing(place), bucket.parameters[owned_region.parameter]
     if cut is not None and cut.compute_group:  # along the dimension that differs, if any does
         start, stop = cut.spans[cut.compute_group.index(owned_region.owner)]
@@ -225,13 +225,13 @@ def _from_owner(
     if grid.world_size == 1:
         assert part is not None
         return part
-    # Rather that of all ranks, which waits as long as the job's own collectives do: ranks come far apart before a checkpoint.
+    # The group of all ranks where it serves: its timeout is the job's own, and ranks are far apart before a checkpoint.
     everyone = grid.world_size == dist.get_world_size(context.ranks.consensus.group)
     one = grid.shard_group if grid.replicas == 1 else grid.replica_group if grid.shards == 1 else None
     group = context.ranks.consensus.group if everyone or one is None else one
     wire = control_device(group)
     value = torch.empty(like.shape, dtype=like.dtype, device=wire) if part is None else part.to(wire).contiguous()
-    # As bytes, since backends differ in which dtypes they move.
+    # As bytes, since backends support different dtypes.
     sent = value.view(torch.uint8) if value.ndim else value
     dist.broadcast(sent, src=bucket.storage.rank(owned_region.owner), group=group)
     return value.to(like.device)

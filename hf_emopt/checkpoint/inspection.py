@@ -1,4 +1,4 @@
-"""What is in a checkpoint: rules, steps, dtypes and bytes, parameter by parameter. Reads descriptions, not tensors."""
+"""The content of a checkpoint: rules, steps, dtypes and bytes, parameter by parameter. Reads descriptions, not tensors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ParameterReport:
 
 @dataclass(frozen=True)
 class CheckpointReport:
-    """What a checkpoint holds of an optimizer.
+    """The optimizer's state in a checkpoint.
 
     Attributes:
         path: file or folder of the state.

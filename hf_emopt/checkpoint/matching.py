@@ -190,7 +190,7 @@ def _check_shapes(name: str, param: Tensor, entry: dict[str, Any]) -> None:
 def loaded_state(
     groups: Sequence[Group], by_name: dict[str, dict[str, Any]], saved_groups: Sequence[Group], offloads: bool
 ) -> dict[str, Any]:
-    """What ``Optimizer.__setstate__`` takes: the state of :func:`matched`, and groups with the checkpoint's hyperparameters.
+    """The argument of ``Optimizer.__setstate__``: the state of :func:`matched`, and groups with the checkpoint's values.
 
     torch's own loader casts state to the parameter's dtype, which turns float32 momentum of bfloat16 weights into bfloat16;
     here every tensor keeps its dtype and only changes device. With ``offloads``, state stays on the host.

@@ -1,4 +1,4 @@
-"""What an optimizer does when its state is asked for, and when it is given some."""
+"""``state_dict`` of an optimizer: the state is gathered, and made where it does not exist yet."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _LOW_BITS = "weight_low_bits"
 
 
 def is_state_init_step(context: StepContext, groups: Sequence[Group]) -> bool:
-    """Whether a step of an optimizer without state asks for nothing but the existence of state; if so, makes the state.
+    """Whether the first step of an optimizer has zero gradients and learning rates of 0; then makes the state.
 
-    ``torch.distributed.checkpoint`` calls ``step()`` of a fresh optimizer with gradients of zero and learning rates of 0 for
-    that. Counted as a step, it would shift bias corrections and schedules. Collective where ranks share parameters.
+    ``torch.distributed.checkpoint`` calls such a ``step()`` to create state. Counted as a step, it would shift bias
+    corrections and schedules. Collective where ranks share parameters.
     """
     if any(float(group["lr"]) != 0.0 for group in groups):
         return False
@@ -46,7 +46,7 @@ def consolidated(context: StepContext, to: int | Literal["first"] | None) -> dic
     """Collective: whole state by name on rank ``to`` (or on all), nothing on others; ``None`` where owners hold no state.
 
     Raises:
-        ValueError: on all ranks, when ``to`` has no part in it: the state would be nowhere.
+        ValueError: on all ranks, when ``to`` does not share the parameters: no rank would have the state.
     """
     if not context.has_owned_state:
         return None
@@ -66,9 +66,9 @@ def consolidated(context: StepContext, to: int | Literal["first"] | None) -> dic
 def left_behind(
     context: StepContext, state: dict[Tensor, Any], groups: Sequence[Group]
 ) -> dict[str, dict[str, Any]] | None:
-    """State of plans that end as the next plan may take it: by name, whole where owners had parts.
+    """The state of plans that end, for the next plans: by name, and whole where owners had parts.
 
-    A wrapper that puts other parameters into the groups leaves entries of ``state`` under the old ones; they are deleted.
+    Entries of ``state`` under parameters that a wrapper has replaced in the groups are deleted.
     """
     if not any("step" in entry for entry in state.values()):
         return None
@@ -92,12 +92,12 @@ def emitted(
     """The ``state_dict`` of an optimizer that has state.
 
     Args:
-        whole: what :func:`consolidated` has brought here; ``None`` where nothing was consolidated.
-        unready: there were steps since, or none was called.
+        whole: the result of :func:`consolidated`; ``None`` where nothing was consolidated.
+        unready: :func:`consolidated` was not called, or there were steps since.
         plain_state_dict: torch's own.
 
     Raises:
-        RuntimeError: state lies with owners and has not been consolidated.
+        RuntimeError: owners hold the state, and it has not been consolidated.
     """
     state = context.store.state
     if context.has_owned_state and whole is None:
@@ -113,7 +113,7 @@ def emitted(
     if whole is None:
         materialize(context)
         whole = {}
-        # A rank may ask alone otherwise, also right after it has loaded.
+        # Without such state a rank may call alone, also right after it has loaded.
         if context.is_scattered and has_matrix_state(context):
             context.open_ranks()
             whole = sharded_matrix_state(context)
@@ -122,10 +122,10 @@ def emitted(
     indices = [index for group in plain["param_groups"] for index in group["params"]]
     entries: dict[int, Any] = {}
     for index, (name, param) in zip(indices, named):
-        # A part of a whole must not stand in place of the whole.
+        # An owner's part must not look like the whole.
         own = {} if owned and not isinstance(param, DTensor) else state.get(param, {})
         found = whole.get(name, {})
-        if isinstance(param, DTensor):  # what is cut as the parameter is stays where it is
+        if isinstance(param, DTensor):  # state that is laid out as the parameter stays as it is
             found = {key: value for key, value in found.items() if not (key in own and isinstance(own[key], DTensor))}
         entry = {**own, **found}
         if isinstance(param, DTensor) and _LOW_BITS in entry:  # no backend gathers int16

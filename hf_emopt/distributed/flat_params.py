@@ -51,14 +51,13 @@ class FlatTensor:
 
 
 def cut_together(
-    shapes: Sequence[Sequence[int]], offsets: Sequence[int], size: int, ranks: int, rank: int, first: int = 0
+    shapes: Sequence[Sequence[int]], offsets: Sequence[int], size: int, ranks: int, rank: int
 ) -> tuple[Place, ...]:
-    """Places of parameters that are laid one behind the other and cut in runs of equal size (ZeRO-1 and 2).
+    """Places of concatenated parameters that are cut in runs of equal size (ZeRO-1 and 2).
 
     Args:
         offsets: of each parameter in all runs together; between parameters there may be padding.
         size: elements of each rank's run.
-        first: position of the first parameter in the group.
     """
     places = []
     for index, (shape, start) in enumerate(zip(shapes, offsets, strict=True)):
@@ -68,12 +67,15 @@ def cut_together(
             low = min(max(start, r * size), stop)
             spans.append((low - start, max(low, min(stop, (r + 1) * size)) - start))
         offset = max(0, start - rank * size)
-        places.append(Place(first + index, tuple(shape), tuple(spans), min(offset, size)))
+        places.append(Place(index, tuple(shape), tuple(spans), min(offset, size)))
     return tuple(places)
 
 
-def cut_each(shapes: Sequence[Sequence[int]], ranks: int, rank: int, first: int = 0) -> tuple[Place, ...]:
-    """Places of parameters that are each cut in runs of equal size, the last one padded (ZeRO-3)."""
+def cut_each(shapes: Sequence[Sequence[int]], ranks: int, rank: int, first: int) -> tuple[Place, ...]:
+    """Places of parameters that are each cut in runs of equal size, the last one padded (ZeRO-3).
+
+    ``first`` is the position of the first parameter in its group.
+    """
     places, offset = [], 0
     for index, shape in enumerate(shapes):
         numel = math.prod(shape)

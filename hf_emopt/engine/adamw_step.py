@@ -21,11 +21,11 @@ from hf_emopt.rules.base import state_dtype
 from hf_emopt.state.store import SwapIn
 
 _PIECES = 2**16
-"""From here on, numbers of pieces of state are those of AdamW's; before, of batches of matrices."""
+"""The first number of AdamW's pieces of state; smaller numbers belong to batches of matrices."""
 
 
 def step_adamw_bucket(step: Step, members: BucketMembers) -> Task:
-    """AdamW on parameters that ranks hold copies of: each rank steps the rows that it owns and passes the weights on."""
+    """AdamW on parameters that ranks hold copies of: each rank steps the rows that it owns and sends the weights."""
     context, index, bucket, device = step.context, members.index, members.bucket, members.device
     group, ok, position = step.groups[bucket.group], step.verdict.on(device)[0], members.grid.position
     mine = sorted({s.parameter for s in members.owned})
@@ -56,7 +56,7 @@ def step_adamw_bucket(step: Step, members: BucketMembers) -> Task:
 
 
 def local_adamw_tasks(step: Step, names: frozenset[str]) -> list[Task]:
-    """AdamW on the parameters with these names, each rank on what it holds."""
+    """AdamW on the parameters with these names, each rank on its own part."""
     tasks: list[Task] = []
     copied = step.context.store.offload is not None
     for index, group in enumerate(step.groups):
@@ -91,26 +91,17 @@ def _step_locally(step: Step, group_index: int, params: list[Tensor], number: in
     swapped_in: AbstractContextManager[list[dict[str, Tensor]]] = nullcontext(kept)
     if not context.store.is_direct(group, fetched is not None):
         noise = moment_noise(group_index, group, device, 0, _PIECES + 1 + number)
-        request = SwapIn(
-            ("own", group_index, number),
-            device,
-            state_dtype(params[0]),
-            ok=ok,
-            noise=noise,
-            on_device=fetched is not None,
-        )
+        key, dtype = ("own", group_index, number), state_dtype(params[0])
+        request = SwapIn(key, device, dtype, ok=ok, noise=noise, on_device=fetched is not None)
         swapped_in = context.store.swapped_in(kept, group, request)
-    with (
-        swapped_in as states,
-        nullcontext() if step.observer is None else step.observer.own(group, params, weights, states),
-    ):
+    with swapped_in as states, step.observer.own(group, params, weights, states) if step.observer else nullcontext():
         adamw_step(weights, grads, states, group, ok, generator)
     if fetched is not None:
         fetched.store()
 
 
 def _chunks(params: list[Tensor], limit: int) -> list[list[Tensor]]:
-    """Parameters in runs of bounded size, so that copies of 16-bit weights or of state never all exist at once."""
+    """Parameters in lists of bounded size, so that copies of 16-bit weights or of state never exist all at once."""
     chunks: list[list[Tensor]] = [[]]
     size = 0
     for param in params:

@@ -1,4 +1,4 @@
-"""Who takes part in the step of a bucket on this rank, and what follows from that; kept from step to step."""
+"""The parameters that take part in the step of a bucket, and this rank's work on them; kept from step to step."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ class BucketMembers:
     Attributes:
         params: the parameters that take part.
         row: index of each in ``params``, by its index in the bucket.
-        sharded: parameters and state are laid out over ranks, if only over one; else every rank holds copies of parameters,
-            and state lies with owners.
-        on_host: the wrapper keeps the parameters on the host, and they are stepped on copies.
+        sharded: parameters and state are laid out over ranks, perhaps over one; else every rank holds copies of parameters,
+            and owners hold the state.
+        on_host: the wrapper keeps the parameters on the host, and the step works on copies.
         low_precision: weights have 16 bits.
         device: of the mathematics.
-        kernels: whether passes over many tensors run as one launch there.
+        kernels: foreach operations run as one launch there.
         exchange: brings matrices to owners and back; ``None`` in one process.
-        every: this rank's owned regions; ``owned`` those that take part.
+        every: all owned regions of this rank; ``owned``: the ones that take part.
         owned_at: from an index into ``every`` to one into ``owned``.
-        batches: the plan's, of ``every``; matrices of parameters without a gradient are left out row by row.
-        jobs: for each batch ``(index into owned, matrix view, matrices)`` of those that take part.
+        batches: the plan's, of ``every``; the step leaves out rows of parameters without a gradient.
+        jobs: for each batch ``(index into owned, matrix view, number of matrices)`` of the matrices that take part.
         whole: for each batch whether each job is all of its owned region, in the region's own order.
-        stacks: where the owned regions lie in the batches that anything takes part of; ``None`` where a batch is not whole.
+        stacks: the places of the owned regions in the stacks of their batches; ``None`` where a batch is not whole.
         complete: whether all owned regions take part.
         shards: for each batch this rank's part of matrices that a compute group transforms together; ``None`` for others.
     """
@@ -81,10 +81,9 @@ class BucketMembers:
         ]
         self.stacks = self._stacks() if all(self.whole) else None
         self.exchange: Exchange | None = None
-        if self.grid.world_size > 1:  # owners step copies in 16 bits, so that weights travel and no updates
-            self.exchange = (
-                self.exact_exchange if self.low_precision and not self.sharded else self._exchange(exact=False)
-            )
+        if self.grid.world_size > 1:  # of copies in 16 bits owners send weights, in their own dtype, and no updates
+            weights_travel = self.low_precision and not self.sharded
+            self.exchange = self.exact_exchange if weights_travel else self._exchange(exact=False)
         self._local_table: list[MultiTensorTable | None] = []
         self._rows: dict[tuple[int, torch.device], Tensor] = {}
         # For each batch: the parameter of each matrix that takes part, its refresh steps, and the schedule they are from.

@@ -39,6 +39,9 @@ State = dict[str, Tensor]
 class BucketStep:
     """One step of one bucket of matrices: :meth:`accumulate`, :meth:`transform`, :meth:`apply`.
 
+    For Muon these are ``m <- m + (1 - mu) (g - m)`` and its Nesterov form, Newton-Schulz, and ``p <- (1 - lr wd) p - lr u``.
+    For rules with factors, accumulate passes the gradient, and transform has the statistics, refreshes and preconditioning.
+
     Args:
         step: the step.
         members: the parameters of the bucket that have a gradient.

@@ -1,8 +1,7 @@
-"""Parameters that their wrapper keeps on the host: copied to the device of the step, a bucket at a time, and stored back.
+"""Parameters that their wrapper keeps on the host: a step fetches a bucket at a time to its device and stores it back.
 
-A bucket's gradients, weights and moments are fetched before its step begins, while the bucket before it is computed. What
-changed is stored while the next bucket is computed: a step's task fetches, yields, and goes on when the pipeline has
-begun the next task.
+A task fetches the gradients, weights and moments of its bucket and yields. It goes on after the pipeline has begun the next
+task. So copies to and from the host overlap with the mathematics of other buckets.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ class ParamSlice:
 
 
 class FetchedSlices:
-    """Copies of parameter slices on the device of the step, on their way from the moment they are made.
+    """Copies of param slices on the device of the step; the constructor starts the copies.
 
     Args:
         copy_stream: to the device.
         host: weights, gradients and states on the host.
-        keys: of each slice's state, what is fetched; the rest is the same object here and there.
+        keys: of the fetched entries of each slice's state; other entries are shared with the host slice.
     """
 
     def __init__(self, copy_stream: CopyStream, host: Sequence[ParamSlice], keys: Sequence[Sequence[str]]) -> None:
@@ -47,17 +46,15 @@ class FetchedSlices:
             self._slices.append(ParamSlice(weight, grad, {**s.state, **{name: next(arriving) for name in names}}))
 
     def wait(self) -> list[ParamSlice]:
-        """The copies, to be computed with."""
+        """The copies, after the current stream has waited for them."""
         self._copy_stream.await_arrival(self._arrived)
         return self._slices
 
     def store(self) -> None:
         """Starts to copy weights and states back; called after the last write to them."""
         here = [t for s, names in zip(self._slices, self._keys) for t in _changed(s, names)]
-        left = self._copy_stream.copy_to_host(
-            here, [t for s, names in zip(self._host, self._keys) for t in _changed(s, names)]
-        )
-        self._copy_stream.release(left)
+        there = [t for s, names in zip(self._host, self._keys) for t in _changed(s, names)]
+        self._copy_stream.release(self._copy_stream.copy_to_host(here, there))
 
 
 def fetch(
@@ -80,5 +77,5 @@ def fetch(
 
 
 def _changed(s: ParamSlice, keys: Sequence[str]) -> list[Tensor]:
-    """What a step changes."""
+    """The tensors that a step changes."""
     return [s.weight, *(s.state[key] for key in keys)]

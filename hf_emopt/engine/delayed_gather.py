@@ -16,7 +16,7 @@ Task = Iterator[None]
 
 
 def check_overlap(model: nn.Module, groups: Sequence[dict[str, Any]]) -> None:
-    """Refuses to put updates off where a forward pass would not wait for them.
+    """Refuses delayed updates where a forward pass would not wait for them.
 
     Raises:
         UnsupportedLayoutError: parameters of the groups are sharded, or the model is compiled as a whole.
@@ -34,13 +34,13 @@ def check_overlap(model: nn.Module, groups: Sequence[dict[str, Any]]) -> None:
 
 
 class DelayedUpdates:
-    """Tasks that have started their collective, and hooks that finish them before anything reads what they change.
+    """Tasks that have started their collective, and hooks that finish them before anything reads the parameters they change.
 
-    Hooks sit on the blocks of the model (the members of its ``nn.ModuleList`` s) and finish what a block's parameters wait
-    for; on the model itself, for parameters outside of blocks; on every module that has parameters of its own, which may be
-    called by itself; and on every module's ``state_dict`` and ``load_state_dict``. What reads or writes a parameter's data in
-    another way, or in a compiled graph that was made before the first step, has to call ``synchronize()`` of the optimizer
-    first.
+    Forward hooks finish the tasks of a module's parameters: on the blocks of the model (the members of its ``nn.ModuleList``
+    s), on the model itself for parameters outside of blocks, and on every module with parameters of its own, which may be
+    called alone. Every module's ``state_dict`` and ``load_state_dict`` finish all tasks. Code that reads or writes a
+    parameter's data in another way, or in a compiled graph from before the first step, must call the optimizer's
+    ``synchronize()`` first.
     """
 
     def __init__(self) -> None:
@@ -52,8 +52,8 @@ class DelayedUpdates:
         """Puts the hooks on a model, in place of those of an earlier call.
 
         Args:
-            parameters: all that updates may change. Those that are not the model's (a loss with weights of its own) are read
-                where no hook is, so nothing that changes them is put off.
+            parameters: all parameters of the optimizer. Those outside of the model (a loss with weights of its own) have no
+                hook, so their updates are not delayed.
         """
         for hook in self._hooks:
             hook.remove()
@@ -74,14 +74,14 @@ class DelayedUpdates:
                 self._before(module, own)
         for module in model.modules():
             self._hooks.append(module.register_state_dict_pre_hook(_Finish(self, None)))
-            # Else what is loaded would be changed by what is still to come.
+            # A delayed update would change the loaded weights.
             self._hooks.append(module.register_load_state_dict_pre_hook(_Finish(self, None)))
 
     def _before(self, module: nn.Module, parameters: frozenset[int]) -> None:
         self._hooks.append(module.register_forward_pre_hook(_Finish(self, parameters)))
 
     def begin(self, tasks: Iterable[tuple[Task, Iterable[Tensor]]]) -> None:
-        """Runs each task to where it waits for bytes, and leaves it there, unless it changes what no hook is on.
+        """Runs each task until it waits for bytes; to its end if it changes a parameter without a hook.
 
         Args:
             tasks: with the parameters that each changes.
@@ -96,7 +96,7 @@ class DelayedUpdates:
     def finish(self, parameters: frozenset[int] | None = None) -> None:
         """Finishes all tasks, or those that change one of the given parameters (by ``id``).
 
-        In any order: under DDP, the only layout that puts updates off, nothing is sent after a task's first stage.
+        Their order is free: under DDP, the only layout with delayed updates, a task sends nothing after its first stage.
         """
         left: deque[tuple[Task, frozenset[int]]] = deque()
         while self._waiting:
@@ -112,7 +112,7 @@ class DelayedUpdates:
         return len(self._waiting)
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy waits for nothing; the original must be synchronized first."""
+        """A copy has no tasks; the original must be synchronized first."""
         return {"_waiting": deque(), "_hooks": [], "_outside": frozenset()}
 
 

@@ -1,8 +1,7 @@
 """The step of a bucket of LoRA pairs: both factors of an adapter go to one owner, which makes one update for the two.
 
-The one factor is the measure of the other, so the owner needs the weights of both with their momentum. Where ranks hold
-parameters whole (DDP) it has them; shards (FSDP2, ZeRO) are sent. Adapters are small, so nothing is hidden behind
-anything but the collectives of a bucket behind other buckets.
+The update of one factor depends on the other factor, so the owner needs the weights and the momentum of both. Under DDP it
+has them; shards (FSDP2, ZeRO) are sent. Adapters are small: only other buckets hide the collectives of a bucket.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ class LoraPairsStep(BucketStep):
         if exchange is not None and members.sharded and exchange.travels:
             weights = [s.weight for s in self.slices]
             return exchange.storage_to_compute(inputs), members.exact_exchange.storage_to_compute(weights)
-        if members.sharded:  # on one rank, which has all of each
+        if members.sharded:  # over one rank
             rows = [members.row[s.parameter] for s in members.owned]
             inputs = [inputs[k].view(s.shape) for k, s in zip(rows, members.owned)]
             weights = [self.slices[k].weight.view(s.shape) for k, s in zip(rows, members.owned)]
@@ -96,13 +95,8 @@ class LoraPairsStep(BucketStep):
             return updates
         kept = {s.parameter: self._matrix_state(s.parameter) for s in members.owned}
         like = self._inputs[0]
-        request = SwapIn(
-            ("pairs", members.index),
-            like.device,
-            state_dtype(like),
-            ok=self.ok,
-            noise=moment_noise(members.index, self.group, like.device, 0, 1),
-        )
+        noise = moment_noise(members.index, self.group, like.device, 0, 1)
+        request = SwapIn(("pairs", members.index), like.device, state_dtype(like), ok=self.ok, noise=noise)
         with self.context.store.swapped_in(list(kept.values()), self.group, request) as swapped:
             states = dict(zip(kept, swapped))
             for pairs in self._pairs_by_shape():
@@ -137,7 +131,7 @@ class LoraPairsStep(BucketStep):
                 for t in (self._weights, self._inputs)
             )
             factors.append(Factor(weight, x, state))
-        # The scaling is kept, since to bring numbers to a device makes the host wait for it.
+        # The scaling is kept, since a copy of new numbers to a device makes the host wait for it.
         key = (id(members), sides[1][0])
         scaling = self.context.members.get(key)
         if scaling is None:

@@ -1,14 +1,14 @@
-"""What a step did, measured while it runs: scalars on the device, brought to one rank and read once.
+"""Figures of a step, measured while it runs: scalars on the device, gathered on one rank and read once.
 
-A :class:`StepMetrics` is told of each bucket between its transform and the weights' step, when all there is to know is
-at hand: each rank measures what it computes or holds, and nobody else does, so that sums over ranks count everything once.
+Bucket steps call a :class:`StepMetrics` between the transform and the weights' step. Each rank measures what it alone
+computes or holds, so that sums over ranks count everything once.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,28 +26,28 @@ from hf_emopt.engine.stopwatch import Stopwatch
 from hf_emopt.rules.base import Group, MatrixRule
 
 SUMS = ("update", "weight", "momentum")
-"""Squares, added up over what ranks have of a parameter."""
+"""Squared norms, summed over the parts that ranks have of a parameter."""
 
 PEAKS = ("orthogonality_error", "condition_number", "failures")
-"""The largest of a parameter's matrices; -1 where there is none."""
+"""The largest figure of a parameter's matrices; -1 where there is none."""
 
 _CHUNK_NUMEL = 2**24
-"""Elements that are brought to float32 at a time."""
+"""Elements that one operation converts to float32."""
 
 
 @dataclass(frozen=True)
 class ParameterFigures:
-    """What was measured of one parameter; ``None`` where there is nothing to measure.
+    """The figures of one parameter; ``None`` where there is nothing to measure.
 
     Attributes:
         rule: name of the rule, ``"adamw"`` for the auxiliary parameters.
         numel: elements of the whole parameter.
         lr: learning rate of its group.
         gain: factor by shape on the update, the mean over its matrices; 1 for rules without one.
-        moved: the weight was stepped: not in a skipped step, nor in a round of warm-up.
-        update, weight, momentum: norms, of the update before the learning rate.
+        moved: the weight was stepped: neither in a skipped step nor in a warm-up step.
+        update, weight, momentum: Frobenius norms; that of the update without the learning rate.
         orthogonality_error, condition_number, failures: the largest of its matrices.
-        refresh_age: steps.
+        refresh_age: in steps.
     """
 
     rule: str
@@ -66,13 +66,13 @@ class ParameterFigures:
 
 @dataclass(frozen=True)
 class Figures:
-    """What was measured in a step.
+    """The figures of a step.
 
     Attributes:
         parameters: by name.
         skipped_steps: so far.
-        failures: refreshes that failed, so far, on all ranks.
-        waited: seconds that this rank waited for collectives.
+        failures: failed refreshes so far, of all ranks.
+        waited: seconds in which this rank waited for collectives.
         imbalance: planned cost of the busiest rank over the mean.
     """
 
@@ -85,7 +85,7 @@ class Figures:
 
 @dataclass
 class _Host:
-    """What the host knows of a parameter in the step."""
+    """The figures of a parameter that the host knows."""
 
     rule: str
     group: Group
@@ -97,7 +97,7 @@ class _Host:
 
 
 class StepMetrics:
-    """Measures the steps that are taken while it is a step's observer."""
+    """An observer that measures steps."""
 
     def __init__(self) -> None:
         self.stopwatch = Stopwatch()
@@ -114,24 +114,24 @@ class StepMetrics:
     # ------------------------------------------------------------------ while a step runs
 
     def begin(self, context: StepContext, ok: Tensor | None, among: frozenset[str] | None) -> None:
-        """A step begins, of all parameters or of those with these names; what they had before is forgotten."""
+        """Begins a step of all parameters, or of those with these names, and drops their earlier figures."""
         if self._context is not context or among is None:
             self._clear()
         for found in (self._sums, self._peaks):
             for key in [k for k in found if among is not None and k[0] in among]:
                 del found[key]
         self._context, self._ok = context, ok
-        # As they are now: a scheduler may move on before the figures are read.
+        # Copies: a scheduler may change the rates before the figures are read.
         rates = [group["lr"] for group in context.groups]
         self._rates = [rate.detach().clone().float() if isinstance(rate, Tensor) else float(rate) for rate in rates]
 
     def accumulated(self, bucket_step: BucketStep) -> None:
-        """Weights before the step, and momentum that is kept with them, after it took the gradient in."""
+        """Measures the weights before the step, and the momentum with the new gradient."""
         members, slices = bucket_step.members, bucket_step.slices
         names = [p.name for p in members.bucket.parameters]
         if not members.sharded:
             held = [names[s.parameter] for s in members.owned]
-        else:  # copies of a shard are measured once
+        else:  # the first replica measures
             held = [names[i] for i in members.present] if members.grid.replica == 0 else []
         slices = slices[: len(held)]
         weights, momenta = [s.weight for s in slices], [s.state.get("momentum_buffer") for s in slices]
@@ -141,10 +141,10 @@ class StepMetrics:
                 self._sums[name, what].append(norm.square())
 
     def transformed(self, bucket_step: BucketStep, updates: Sequence[Tensor]) -> None:
-        """A bucket of matrices, between its transform and the weights' step.
+        """Measures a bucket of matrices between its transform and the weights' step.
 
         Args:
-            updates: of the owned regions, or of ``members.stacks``; still to be multiplied by the bucket step's scales.
+            updates: of the owned regions, or stacks of ``members.stacks``; without the factors in ``bucket_step.scales``.
         """
         members, scales = bucket_step.members, bucket_step.scales
         if members.stacks is not None and not members.bucket.paired:
@@ -180,7 +180,7 @@ class StepMetrics:
             )
 
     def batch_state(self, bucket_step: BucketStep, b: int, state: dict[str, Tensor]) -> None:
-        """State of the matrices of a batch, all of them, after its transform."""
+        """Measures the state of all matrices of a batch after its transform."""
         members = bucket_step.members
         batch = members.batches[b]
         if batch.copy:
@@ -199,7 +199,7 @@ class StepMetrics:
                     self._peaks[name, what].append(values[rows].amax())
 
     def _orthogonality(self, bucket_step: BucketStep, b: int, updates: Sequence[Tensor]) -> None:
-        """How far the updates of a batch are from orthogonal."""
+        """Measures the distance of a batch's updates from orthogonal matrices."""
         members = bucket_step.members
         batch = members.batches[b]
         whole = batch.shape if batch.slicing is None else batch.slicing.full_shape
@@ -219,7 +219,7 @@ class StepMetrics:
                 self._peaks[parameter.name, "orthogonality_error"].append(error)
 
     def others(self, numels: Sequence[tuple[str, int]], group: Group) -> None:
-        """Parameters that AdamW steps, on this rank or another, and their elements."""
+        """Notes the names and numbers of elements of parameters that AdamW steps, on this rank or another."""
         for name, numel in numels:
             self._known[name] = _Host("adamw", group, numel, 1.0, True, True, None)
 
@@ -227,7 +227,7 @@ class StepMetrics:
     def adamw(
         self, names: Sequence[str], weights: Sequence[Tensor], states: Sequence[Mapping[str, Tensor]], group: Group
     ) -> Iterator[None]:
-        """Around a step of AdamW on this rank's parts of parameters; its update follows from the moments afterwards."""
+        """Measures the step of AdamW inside, on this rank's parts of parameters; the moments give the update."""
         for name, norm in zip(names, _norms(weights)):
             self._sums[name, "weight"].append(norm.square())
         yield
@@ -239,7 +239,7 @@ class StepMetrics:
     def own(
         self, group: Group, params: Sequence[Tensor], weights: Sequence[Tensor], states: Sequence[Mapping[str, Tensor]]
     ) -> Iterator[None]:
-        """:meth:`adamw` of a group's parameters that this rank steps by itself; copies of a shard are measured once."""
+        """:meth:`adamw` of a group's parameters that this rank steps by itself; the first replica measures."""
         assert self._context is not None
         known = {id(p): name for name, p in zip(group["param_names"], group["params"])}
         names = [known[id(p)] for p in params]
@@ -256,13 +256,13 @@ class StepMetrics:
         return self._context is not None
 
     def read(self, skipped: Mapping[torch.device, Tensor], by_wrapper: int = 0) -> Figures | None:
-        """Brings what was measured to the first rank, and reads it there: one transfer from the device, and no other.
+        """Gathers the figures on the first rank, and reads them there with one transfer from the device.
 
         Collective where ranks share parameters.
 
         Args:
             skipped: number of skipped steps, by device.
-            by_wrapper: those that a wrapper has skipped beside.
+            by_wrapper: number of further steps that a wrapper has skipped.
 
         Returns:
             ``None`` on the other ranks.
@@ -271,18 +271,21 @@ class StepMetrics:
         assert context is not None, "nothing was measured"
         names = [name for group in context.groups for name in group["param_names"]]
         zero, none = self._constants(context)
-        sums = [_total(self._sums.get((n, w)), zero) for n in names for w in SUMS]
+        sums = [_reduced(self._sums.get((n, w)), zero, torch.sum) for n in names for w in SUMS]
         sums.append(torch.full_like(zero, float(getattr(context.rule, "failures", 0))))
-        peaks = [_largest(self._peaks.get((n, w)), none) for n in names for w in PEAKS]
+        peaks = [_reduced(self._peaks.get((n, w)), none, torch.amax) for n in names for w in PEAKS]
         peaks.append(zero if self._ok is None else (~self._ok).float())
-        peaks += [_largest(list(skipped.values()), none), *(r for r in self._rates if isinstance(r, Tensor))]
+        peaks += [
+            _reduced(list(skipped.values()), none, torch.amax),
+            *(r for r in self._rates if isinstance(r, Tensor)),
+        ]
         values = _brought_together(sums, peaks, zero.device, context.ranks.consensus.group)
         figures = None if values is None else self._figures(context, names, values, len(sums), by_wrapper)
         self._clear()
         return figures
 
     def _constants(self, context: StepContext) -> tuple[Tensor, Tensor]:
-        """Zero and -1 where figures are gathered."""
+        """Zero and -1 on the device of the gathered figures."""
         group = context.ranks.consensus.group
         found = next(iter(self._sums.values()), None)
         device = control_device(group) if group is not None else found[0].device if found else torch.device("cpu")
@@ -319,13 +322,11 @@ class StepMetrics:
 
 def _gain(rule: MatrixRule, parameter: PlannedParameter, group: Group) -> float:
     """Factor by shape on the update, the mean over the parameter's matrices."""
-    if parameter.pair:  # of the two factors of an adapter together there is none
+    if parameter.pair:  # the two factors of an adapter together have none
         return 1.0
-    shapes = parameter.whole_shapes or tuple(
-        (matrix_view.shape[1], matrix_view.shape[2]) for matrix_view in parameter.matrix_views
-    )
+    shapes = parameter.whole_shapes or [view.shape[1:] for view in parameter.matrix_views]
     gains = [rule.update_gain(*shape, group) for shape in shapes]
-    counts = [matrix_view.shape[0] for matrix_view in parameter.matrix_views]
+    counts = [view.shape[0] for view in parameter.matrix_views]
     total = sum((1.0 if g is None else g) * count for g, count in zip(gains, counts))
     return parameter.scale * total / max(1, sum(counts))
 
@@ -350,16 +351,16 @@ def _parameter(
         weight=math.sqrt(square["weight"]) if square["weight"] >= 0.0 else math.nan,
         momentum=math.sqrt(square["momentum"]) if known.has_momentum and square["momentum"] >= 0.0 else None,
         orthogonality_error=None if skipped else there("orthogonality_error"),
-        condition_number=None if known.age is None else there("condition_number"),  # of what has been refreshed
+        condition_number=None if known.age is None else there("condition_number"),  # of refreshed factors
         failures=None if failures is None else int(failures),
         refresh_age=age,
     )
 
 
 def _brought_together(sums: list[Tensor], peaks: list[Tensor], device: torch.device, group: Any) -> list[float] | None:
-    """Sums and maxima over ranks as numbers, on the group's first rank; the only look at the device."""
-    added = torch.stack([t.to(device, torch.float32, non_blocking=device.type != "cpu") for t in sums])
-    largest = torch.stack([t.to(device, torch.float32, non_blocking=device.type != "cpu") for t in peaks])
+    """Sums and maxima over ranks as numbers, on the group's first rank; the only read from the device."""
+    moved = [[t.to(device, torch.float32, non_blocking=device.type != "cpu") for t in part] for part in (sums, peaks)]
+    added, largest = map(torch.stack, moved)
     if group is not None:
         first = dist.get_process_group_ranks(group)[0]
         dist.reduce(added, dst=first, op=dist.ReduceOp.SUM, group=group)
@@ -369,16 +370,11 @@ def _brought_together(sums: list[Tensor], peaks: list[Tensor], device: torch.dev
     return torch.cat([added, largest]).tolist()  # type: ignore[no-any-return]
 
 
-def _total(values: list[Tensor] | None, zero: Tensor) -> Tensor:
+def _reduced(values: list[Tensor] | None, empty: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
+    """The sum or maximum of scalars, on the device of the first; ``empty`` where there are none."""
     if not values:
-        return zero
-    return values[0] if len(values) == 1 else torch.stack([v.to(values[0].device) for v in values]).sum()
-
-
-def _largest(values: list[Tensor] | None, none: Tensor) -> Tensor:
-    if not values:
-        return none
-    return values[0] if len(values) == 1 else torch.stack([v.to(values[0].device) for v in values]).amax()
+        return empty
+    return values[0] if len(values) == 1 else reduce(torch.stack([v.to(values[0].device) for v in values]))
 
 
 def _norms(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -395,9 +391,9 @@ def _orthogonality_error(x: Tensor, scale: float, batch: Batch, total: Any) -> T
     """Largest of ``|G - I|_F / sqrt(s)`` over matrices ``(B, m, n)``, ``G`` the smaller Gram matrix, of side ``s``.
 
     Args:
-        scale: what the matrices are to be multiplied by first.
-        batch: whether they are slices of whole ones.
-        total: adds up over the ranks that have the slices of a matrix.
+        scale: factor on the matrices.
+        batch: of the plan; its slicing gives the whole shape.
+        total: sum over the ranks that have slices of the matrices; ``None`` for whole matrices.
 
     Returns:
         ``None`` where slices along the shorter side have no Gram matrix to add up.
@@ -417,7 +413,7 @@ def _orthogonality_error(x: Tensor, scale: float, batch: Batch, total: Any) -> T
             gram = total(gram)
         gram.diagonal(dim1=-2, dim2=-1).sub_(1.0)
         errors.append(torch.linalg.vector_norm(gram, dim=(-2, -1)).amax())
-    return _largest(errors, errors[0]) / math.sqrt(side)
+    return _reduced(errors, errors[0], torch.amax) / math.sqrt(side)
 
 
 def _adamw_square(state: Mapping[str, Tensor], group: Group) -> Tensor:

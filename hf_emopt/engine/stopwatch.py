@@ -1,4 +1,4 @@
-"""How long a step waits for collectives: the part of communication that nothing hides."""
+"""The time that a step waits for collectives: exposed communication."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from hf_emopt.distributed.exchange import Arrival, Exchange
 class Stopwatch:
     """Adds up waits: by events of the current stream on an accelerator, by the clock on the CPU.
 
-    An event is recorded before the stream waits for a collective and one after, so that what lies between them is what the
-    collective takes longer than the work queued before. The host waits for neither.
+    One event is recorded before the stream waits for a collective and one after it. The time between them is the part of the
+    collective that the work queued before does not hide. The host waits for neither event.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Stopwatch:
         self._spans.append((before, after))
 
     def reduction(self, reduce: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """A collective that is waited for at once, with this watch around it."""
+        """A blocking collective with this watch around it."""
 
         def timed(tensor: Tensor, **options: Any) -> Tensor:
             with self.running(tensor.device):
@@ -50,7 +50,7 @@ class Stopwatch:
         return timed
 
     def exchange(self, exchange: Exchange) -> Exchange:
-        """The same exchange, whose arrivals are waited for with this watch running."""
+        """The same exchange, with this watch around the waits for its arrivals."""
         timed = copy.copy(exchange)
         timed.__class__ = _TimedExchange
         timed.stopwatch = self  # type: ignore[attr-defined]

@@ -21,11 +21,6 @@ FACTOR_STORAGE: tuple[str, ...] = get_args(FactorStorageName)
 _LEVELS = 127.0
 
 
-def bytes_per_element(storage: str) -> float:
-    """Bytes for each element of the full ``d x d`` matrix, for large ``d``."""
-    return {"float32": 4.0, "packed": 2.0, "bfloat16": 1.0, "float16": 1.0, "int8": 0.5}[storage]
-
-
 def init_factor(key: str, lead: tuple[int, ...], d: int, storage: str, like: Tensor) -> dict[str, Tensor]:
     """Zero factors ``(*lead, d, d)`` under ``key`` and, where the form needs more than one tensor, ``key`` + suffix.
 

@@ -43,9 +43,9 @@ class SideStreams:
         """Whether any stream has been opened since the last :meth:`join`."""
         return bool(self._open)
 
-    def is_open(self, device: torch.device, index: int = 0) -> bool:
-        """Whether this stream has been opened since the last :meth:`join`."""
-        return self.is_used and self.stream(device, index) in self._open
+    def is_open(self, device: torch.device) -> bool:
+        """Whether the first stream has been opened since the last :meth:`join`."""
+        return self.is_used and self.stream(device) in self._open
 
     @contextmanager
     def on(self, device: torch.device, index: int = 0, reads: Iterable[Tensor] = ()) -> Iterator[None]:

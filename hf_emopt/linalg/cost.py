@@ -1,4 +1,4 @@
-"""What transforms cost: operations, bytes, messages, and seconds on the machine for which choices are made.
+"""The cost of transforms: operations, bytes, messages, and seconds on the machine for which choices are made.
 
 Products are counted as general ones, also where kernels compute half of a symmetric result.
 """
@@ -27,8 +27,8 @@ _EXCHANGE_FLOPS = 4096
 
 @dataclass(frozen=True)
 class Cost:
-    """What one rank does in a step: operations, bytes received from other ranks, and collectives (a fraction of one where
-    several parameters take part in it)."""
+    """The work of one rank in a step: operations, bytes received from other ranks, and collectives (a fraction of one where
+    several parameters share it)."""
 
     flops: float
     bytes: float
@@ -42,7 +42,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class ShardedCost:
-    """What one rank computes and what it sums with the others to transform one sharded matrix.
+    """The operations and all-reduces of one rank to transform one sharded matrix.
 
     Attributes:
         flops: of the rank with the longest slice.
@@ -98,7 +98,7 @@ def gram_segments(steps: int, coefficients: CoefficientSpec = "jordan") -> int:
 def sharded_cost(
     m: int, n: int, parts: int, steps: int = 5, coefficients: CoefficientSpec = "jordan", method: Method = "standard"
 ) -> ShardedCost:
-    """What each of ``parts`` ranks does to orthogonalize one ``(m, n)`` matrix with ``"scale_free"`` normalization.
+    """The cost for each of ``parts`` ranks to orthogonalize one ``(m, n)`` matrix with ``"scale_free"`` normalization.
 
     For one part and the standard method, operations equal those of
     :func:`~hf_emopt.linalg.newton_schulz.newton_schulz_flops`. Those of square matrices scale as ``1 / parts``; for

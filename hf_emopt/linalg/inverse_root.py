@@ -233,13 +233,13 @@ def _by_iteration(a: Tensor, ridge: Tensor, z: Tensor, settings: _Iteration) -> 
     unit = SPLIT_ROUNDOFF if split else unit_roundoff(a.dtype, precision)
     floor = max(settings.tolerance or 0.0, 16 * unit)
     degree = 2 if split or unit <= unit_roundoff(torch.float32, "highest") else 1
-    # What the ridge and the rounding of the input leave as the smallest eigenvalue of M_0; half of it, to be safe.
+    # Half of the smallest eigenvalue that M_0 has after the ridge and the rounding of the input.
     lowest = 0.5 * min(1.0, max(settings.relative_epsilon, unit_roundoff(a.dtype, "highest")))
     steps = newton_schedule(p, lowest, unit, degree)[: settings.max_iterations]
     # A step that is scaled for a wide spectrum leads away from the identity: blocks that are there already wait.
     deviation = _plus_identity(start, -1.0)
     active = ~(largest_entry(deviation) <= floor)
-    # The last step squares the error, which is not looked at again: the residual is.
+    # The last step squares the error. The residual, and not the error, is checked after it.
     if half:
         x, error = half_newton(deviation, steps, p, active, lowest, split)
     else:

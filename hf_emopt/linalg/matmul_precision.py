@@ -15,8 +15,8 @@ in float32); ``tf32`` is exact float32 on devices without such units, hence ``tf
 not offered: the units cut their sums as well, so at d = 1024 it is no better than the split in bfloat16, and slower.
 
 ``fp16`` has the mantissa of ``tf32`` at twice its rate, and symmetric results at four times of it
-(:mod:`hf_emopt.linalg.symmetric_products`). What it has not is the range: elements of less than 2^-25 of their matrix's
-largest are lost, which is far below the rounding of the large ones.
+(:mod:`hf_emopt.linalg.symmetric_products`). Its range is smaller: it loses elements below 2^-25 of the largest of their
+matrix, which is far below the rounding of the large ones.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ class _Slice:
         return _unpack(self.sum(part.to(torch.promote_types(y.dtype, torch.float32))).to(y.dtype), self.short)
 
     def polynomial(self, a: Tensor, b: float, c: float) -> Tensor:
-        """``b A + c A A``, of which each rank computes the rows that correspond to its columns of the matrix."""
+        """``b A + c A A``; each rank computes the rows that correspond to its columns of the matrix."""
         first, last = (bound * self.short // self.long for bound in (self.start, self.stop))
         part = torch.zeros_like(a)
         if last > first:
@@ -259,7 +259,7 @@ def _gram_form(x: Tensor, tall: bool, resolved: ResolvedCoefficients, dtype: tor
         rows = y.mT if tall else y
         if rows.shape[-1]:
             product = symmul_into(rows, rows, alpha=gram_scale / scale**2)
-        else:  # an empty slice, of which no kernel is asked
+        else:  # an empty slice, which no kernel takes
             product = rows.new_zeros(*rows.shape[:-1], rows.shape[-2])
         packed = _pack(product).to(torch.promote_types(dtype, torch.float32))
         product = _unpack(shard.sum(packed).to(dtype), product.shape[-1])
@@ -302,7 +302,7 @@ def _pack(a: Tensor) -> Tensor:
 
 
 def _unpack(packed: Tensor, s: int) -> Tensor:
-    """The symmetric matrices of which :func:`_pack` took the lower triangles."""
+    """The inverse of :func:`_pack`: symmetric matrices from their lower triangles."""
     h = (s + 1) // 2
     r = s - h
     batch = packed.shape[:-1]

@@ -65,19 +65,19 @@ def spectral_bound(a: Tensor) -> Tensor:
 
 
 @functools.cache  # recorded graphs read them at their address
-def _probes(d: int, count: int, device: torch.device) -> Tensor:
+def _probes(d: int, device: torch.device) -> Tensor:
     generator = torch.Generator().manual_seed(d)
-    signs = torch.randint(0, 2, (d, count), generator=generator, dtype=torch.float64).mul_(2).sub_(1)
+    signs = torch.randint(0, 2, (d, 8), generator=generator, dtype=torch.float64).mul_(2).sub_(1)
     return signs.to(device)
 
 
-def random_probes(a: Tensor, count: int = 8) -> Tensor:
-    """``(d, count)`` columns of signs in float64, the same for one ``d`` in every process.
+def random_probes(a: Tensor) -> Tensor:
+    """``(d, 8)`` columns of signs in float64, the same for one ``d`` in every process.
 
     ``|R v|`` over such ``v`` estimates ``|R|_F`` of a matrix ``R`` that is never formed: the mean of ``|R v|^2`` is
-    ``|R|_F^2``, with a relative deviation of at most ``sqrt(2 / count)`` (Hutchinson).
+    ``|R|_F^2``, with a relative deviation of at most ``sqrt(2 / 8)`` (Hutchinson).
     """
-    return _probes(a.shape[-1], count, a.device)
+    return _probes(a.shape[-1], a.device)
 
 
 def relative_norm(r: Tensor, reference: Tensor) -> Tensor:

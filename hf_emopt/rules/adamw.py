@@ -1,4 +1,4 @@
-"""What happens element by element: AdamW for the auxiliary parameters, and the last phase of every matrix rule.
+"""Elementwise steps: AdamW for the auxiliary parameters, and the last phase of every matrix rule.
 
 AdamW: I. Loshchilov and F. Hutter, arXiv:1711.05101; the arithmetic is torch's own fused kernel.
 Cautious weight decay: L. Chen et al., arXiv:2510.12402.
@@ -24,7 +24,7 @@ def validate_adamw(group: Group) -> None:
 
 
 def init_adamw_state(param: Tensor) -> dict[str, Tensor]:
-    """Moments under the names of ``torch.optim.AdamW``, so that its checkpoints and ours speak of the same thing."""
+    """Moments of the parameter's shape, float32 or wider, under the names of ``torch.optim.AdamW``."""
     dtype = state_dtype(param)
     return {"exp_avg": torch.zeros_like(param, dtype=dtype), "exp_avg_sq": torch.zeros_like(param, dtype=dtype)}
 
@@ -151,13 +151,11 @@ def apply_updates(
     """``p <- (1 - lr wd) p - lr u``, in place, with the decay by the base learning rate.
 
     Args:
-        params: parameters of one device and one dtype.
-        updates: what the rule's transform returned, shaped like the parameters; overwritten.
-        states: where 16-bit weights keep what they cannot hold.
+        params, ok, generator: as for :func:`adamw_step`.
+        updates: of the rule's transform, shaped like the parameters; overwritten.
+        states: with the low bits of 16-bit weights.
         group: ``lr``, ``weight_decay``, ``low_precision_weights``; and where a rule has them ``cautious_weight_decay``,
             ``weight_decay_type`` (see :func:`decay_factor`) and ``decay_after`` (``p <- (1 - lr wd) (p - lr u)``).
-        ok: scalar bool on the device; ``False`` leaves the parameters as they are.
-        generator: see :func:`~hf_emopt.formats.master_weights.store_weights`.
     """
     if not params:
         return

@@ -1,4 +1,4 @@
-"""What an entry of optimizer state is, by its key."""
+"""The kind of an entry of optimizer state, by its key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run will cost, from shapes alone: state bytes and floating-point operations of a step."""
+"""The cost of a run from shapes alone: state bytes and floating-point operations of a step."""
 
 from __future__ import annotations
 

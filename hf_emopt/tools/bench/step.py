@@ -35,7 +35,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Settings:
-    """What is timed.
+    """The settings of a measurement.
 
     Attributes:
         model: a key of :data:`~hf_emopt.tools.bench.step_models.MODELS`, or a configuration.
@@ -288,7 +288,7 @@ class _Run:
         return loss
 
     def step(self) -> None:
-        """A whole step, which nobody waits for."""
+        """A whole step, without a wait for the device."""
         self.forward().backward()
         if self.optimizer is not None:
             self.optimizer.step()

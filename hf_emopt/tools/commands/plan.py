@@ -87,7 +87,7 @@ def run(options: argparse.Namespace) -> int:
     model = _load(given[0], options)
     optimizers = {name: build_optimizer(name, model, options.optim_args) for name in options.optim}
     asked = any(getattr(options, flag[2:].replace("-", "_")) is not None for flag, _, _ in _FORECAST)
-    # Where layouts are asked for, they say who shares what.
+    # With layouts, each forecast has its own ranks.
     ranks = 1 if asked else options.world_size
     found = _forecasts(options, model, optimizers) if asked else None
     if options.json:

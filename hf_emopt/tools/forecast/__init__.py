@@ -1,1 +1,1 @@
-"""What an optimizer step takes on machines that one does not have: time, bytes, memory and balance, before renting."""
+"""Forecasts of an optimizer step on other machines: time, bytes, memory and balance."""

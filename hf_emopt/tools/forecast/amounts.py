@@ -83,7 +83,7 @@ class BucketAmounts:
 
 
 def bucket_amounts(bucket: Bucket, world_size: int, width: int) -> BucketAmounts:
-    """Amounts of a bucket, of which ``width`` bytes an element travel."""
+    """Amounts of a bucket whose elements travel with ``width`` bytes each."""
     grid = bucket.storage
     shape = (grid.replicas, grid.shards)
     batches: dict[int, dict[Kind, int]] = defaultdict(lambda: defaultdict(int))

@@ -36,7 +36,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Network:
-    """What connects nodes.
+    """The network between nodes.
 
     Attributes:
         gb_s: GB/s of one GPU, one direction; ``source`` says from where.
@@ -128,18 +128,17 @@ SOFTENING = 0.05
 UNFUSED = 3.3
 """How many times the bytes torch's foreach functions and copies move."""
 FACTOR_BYTES, FACTOR_BYTES_HALF = 200.0, 114.0
-"""An owned element of what rules with factors do besides products, and of Shampoo's in float16."""
+"""Bytes for each owned element that rules with factors move outside of products, and that Shampoo moves in float16."""
 
 # Seconds of the refresh of a side of 2048, and of a call, on an H200 with TF32 products.
 REFRESH_SIDE = {"soap": 1.83e-3, "shampoo": 1.96e-3, "kl_shampoo": 5.07e-3}
 REFRESH_CALL = {"soap": 11.5e-3, "shampoo": 0.97e-3, "kl_shampoo": 0.97e-3}
-# Of Shampoo's roots on symmetric products in float16: a side from a whole step, of which 0.79 are its products and passes
-# alone; a call's is guessed.
-# With split factors, 0.72 ms more: 38.2 of two steps of one process, of 53 sides.
+# Shampoo's roots on symmetric products in float16: a side is measured in a whole step (0.79 ms of it are its products and
+# passes alone), a call is guessed. Split factors add 0.72 ms: 38.2 ms in two steps of one process, for 53 sides.
 HALF_SIDE, HALF_CALL = 0.82e-3, 0.3e-3
 SPLIT_SIDE = 1.54e-3
-# SOAP's bases in float16 on two streams: what 25 sides in 3.6 calls add to the mean step of two GPUs; how it parts
-# between sides and calls is guessed.
+# SOAP's bases in float16 on two streams: 25 sides in 3.6 calls, measured in the mean step of two GPUs; the division between
+# sides and calls is guessed.
 BASIS_SIDE, BASIS_CALL = 1.2e-3, 5.9e-3
 
 

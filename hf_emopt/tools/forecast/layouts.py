@@ -83,7 +83,7 @@ def check_sizes(names: Sequence[str], shard_size: int | None, tp_size: int | Non
 
 @lru_cache(maxsize=4096)
 def _storage(layout: Layout, shape: tuple[int, ...], cut_dim: int | None) -> Storage:
-    """The storage of a parameter, of which tensor parallelism slices ``cut_dim``.
+    """The storage of a parameter that tensor parallelism slices along ``cut_dim``.
 
     With ``None`` the ranks with one tensor-parallel coordinate share the parameter among themselves.
     """
@@ -118,7 +118,7 @@ class Placed:
 
     Attributes:
         plan: of the matrices.
-        aux_plan: of elementwise parameters of which ranks hold copies, as all are under DDP.
+        aux_plan: of elementwise parameters that ranks hold copies of, which are all under DDP.
         own: group, position and storage of each elementwise parameter whose ranks step their shards alone.
     """
 

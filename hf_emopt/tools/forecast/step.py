@@ -1,4 +1,4 @@
-"""The time of an optimizer step on ranks that do not exist, put together from what is measured and what is on datasheets.
+"""The time of an optimizer step on ranks that do not exist, from measurements and datasheets.
 
 ``docs/planning.md`` has the model in words, and how far it is from every step that was measured.
 """
@@ -23,7 +23,7 @@ from hf_emopt.tools.forecast.work import Passes, Work, passes, refresh_seconds, 
 
 @dataclass(frozen=True)
 class Machine:
-    """What the ranks are: a GPU each, and the network between nodes."""
+    """The machine: the GPU of each rank, and the network between nodes."""
 
     gpu: Gpu
     network: Network
@@ -224,7 +224,7 @@ def forecast(
     frozen_bytes: int = 0,
     max_bucket_numel: int | None = None,
 ) -> Forecast:
-    """What a step of this optimizer takes, whose model is on the meta device or has not been wrapped.
+    """The forecast of a step of this optimizer, whose model is on the meta device or is not wrapped.
 
     Args:
         model, max_bucket_numel: see :func:`~hf_emopt.tools.forecast.layouts.place`.

@@ -74,7 +74,7 @@ def passes(rule: MatrixRule, group: Group, gpu: Gpu, layout: Layout, width: int)
         local = float(apply)
         if weight < 4 and travels:  # owners step their weights, the others receive them
             owned, local, applied = owned + apply, 2 * weight, 2.0 * weight
-    # What is counted for rules with factors was measured as it is.
+    # The bytes of rules with factors are measured ones, without kernels too.
     slow = 1.0 if has_kernels(gpu) or not isinstance(rule, MuonRule) else UNFUSED
     return Passes(slow * local, slow * owned, weight, slow * applied)
 
