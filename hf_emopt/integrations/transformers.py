@@ -18,7 +18,7 @@ from transformers.utils import logging
 
 from hf_emopt.integrations.accelerate import overruled_environment, trainer_environment
 from hf_emopt.integrations.callback import MeasuringCallback, level_of_environment
-from hf_emopt.integrations.checkpoints import hook_trainer, synchronize
+from hf_emopt.integrations.checkpoints import hook_accelerate, hook_trainer, synchronize
 from hf_emopt.integrations.enum_members import add_string_member
 from hf_emopt.integrations.optim_args import parse_optim_args
 from hf_emopt.integrations.patching import MARK, patch
@@ -102,6 +102,7 @@ def register() -> None:
     patch(trainer.Trainer, "get_optimizer_cls_and_kwargs", _get_optimizer_cls_and_kwargs)
     patch(trainer.Trainer, "create_optimizer", _create_optimizer)
     hook_trainer()
+    hook_accelerate()
     callbacks: list[Any] = trainer.DEFAULT_CALLBACKS
     callbacks[:] = [callback for callback in callbacks if not hasattr(callback, MARK)]
     callbacks.append(DefaultCallback)
