@@ -308,9 +308,9 @@ def saved_in_part(folder: str) -> list[str]:
             optimizer.state_dict()
         errors.append(str(error.value))
         if accelerator.is_main_process:
-            with mock.patch.object(checkpoints, "PATIENCE", timedelta(seconds=0.1)):
-                with pytest.raises(RuntimeError) as error:
-                    accelerator.save_state(folder)
+            short = mock.patch.object(checkpoints, "PATIENCE", timedelta(seconds=0.1))
+            with short, pytest.raises(RuntimeError) as error:
+                accelerator.save_state(folder)
             errors.append(str(error.value))
         accelerator.wait_for_everyone()
     return errors
