@@ -113,7 +113,10 @@ class StepVerdict:
         if device not in self._by_device:
             # A copy to the host must have arrived before it is read.
             ok = None if self.ok is None else self.ok.to(device, non_blocking=device.type != "cpu")
-            self._by_device[device] = ok, torch.ones((), device=device) if ok is None else ok.float()
+            self._by_device[device] = (
+                ok,
+                torch.ones((), dtype=torch.float32, device=device) if ok is None else ok.float(),
+            )
         return self._by_device[device]
 
     def members(self, bucket: Bucket) -> tuple[int, ...]:
@@ -190,7 +193,7 @@ class ConsensusGroup:
         """
         has = [name not in missing for name in self.names]
         rows = [[False, *has], [False, *(not h for h in has)]]
-        return torch.tensor(rows, dtype=torch.uint8).to(self.device)
+        return torch.tensor(rows, dtype=torch.uint8, device=self.device)
 
 
 class RankGroups:

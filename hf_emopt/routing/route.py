@@ -29,7 +29,7 @@ __all__ = [
 
 
 # transformers' rule (Trainer.get_decay_parameter_names): these names, in lower case, and anything inside nn.LayerNorm.
-_NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
+NO_DECAY = re.compile(r"(?i)bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 
 # Rates and scales of recurrences and long convolutions (Mamba, S4, RWKV, Hyena), of any shape: zero means nothing there.
 _RECURRENCE = re.compile(
@@ -156,7 +156,7 @@ def _as_stored(shape: tuple[int, ...]) -> tuple[MatrixView, ...]:
 def _decays(info: ParameterInfo, decision: Decision, layer_norms: set[str]) -> bool:
     """transformers' rule by name and ``nn.LayerNorm``; nor do vectors, bare gains such as ``(C, 1, 1)``, rates of recurrences
     and what its module marks (``_no_weight_decay`` of Mamba, ``_optim`` of S4 and Hyena) decay."""
-    if _NO_DECAY.search(info.canonical.lower()) or any(info.name.startswith(prefix) for prefix in layer_norms):
+    if NO_DECAY.search(info.canonical) or any(info.name.startswith(prefix) for prefix in layer_norms):
         return False
     if decision.kind == "matrix":
         return True
@@ -231,7 +231,7 @@ def route_named_parameters(
         if decision is None:
             decisions = [_by_name(name, shape) for name in names]
             decision = next((d for d in decisions if d.kind == "aux"), decisions[0])
-        spared = any(_NO_DECAY.search(name.lower()) or _is_rate(name.rpartition(".")[2]) for name in names)
+        spared = any(NO_DECAY.search(name) or _is_rate(name.rpartition(".")[2]) for name in names)
         decay = not spared and len(shape) > 1
         routes.append(
             ParameterRoute(

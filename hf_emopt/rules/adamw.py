@@ -124,7 +124,7 @@ def _moonlight_adamw(
     beta1, beta2 = group["betas"]
     lr, decay = group["lr"], group["weight_decay"]
     for weight, grad, state in zip(weights, grads, states):
-        gate = torch.ones((), device=weight.device) if ok is None else ok.to(torch.float32)
+        gate = torch.ones((), dtype=torch.float32, device=weight.device) if ok is None else ok.to(torch.float32)
         g = grad.to(weight.dtype) if ok is None else torch.where(ok, grad.to(weight.dtype), 0.0)
         state["step"].add_(gate)
         # A gate of 0 turns each blend into "keep", without asking the device what it is.

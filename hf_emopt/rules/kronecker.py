@@ -240,7 +240,7 @@ class KroneckerRule(RefreshingRule):
         """Squared norm of each matrix's first moment, ``(B,)``. A turn of the basis does not change it."""
         moments = [value for name, value in matrix_state.items() if name.partition(".")[0] == "exp_avg"]
         moments = moments or [value for name, value in matrix_state.items() if name == "momentum_buffer"]
-        return sum((m.flatten(1).square().sum(1) for m in moments), torch.zeros(())) if moments else None
+        return sum((m.flatten(1).square().sum(1) for m in moments), torch.zeros((), device="cpu")) if moments else None
 
     @abstractmethod
     def condition(self, block: BlockState, d: int, group: Group) -> Tensor:

@@ -132,7 +132,17 @@ class Recurrence(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        for name in ("A_log", "A_logs", "A_real", "log_dt", "time_decay", "time_faaaa", "time_maa_w1", "log_poles", "freq"):
+        for name in (
+            "A_log",
+            "A_logs",
+            "A_real",
+            "log_dt",
+            "time_decay",
+            "time_faaaa",
+            "time_maa_w1",
+            "log_poles",
+            "freq",
+        ):
             self.register_parameter(name, nn.Parameter(torch.zeros(4, 6)))
         self.D = nn.Parameter(torch.zeros(6))
         self.marked = nn.Parameter(torch.zeros(4, 6))
@@ -153,7 +163,12 @@ def test_rates_of_recurrences_are_no_matrices_and_do_not_decay() -> None:
     named = route_named_parameters((n, p) for n, p in model.named_parameters() if n not in marked)
     assert [route.name for route in named if route.decay] == [route.name for route in named.matrices] == decayed
     mamba = tf.MambaModel(tf.MambaConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1))
-    assert {r.name.rpartition(".")[2] for r in route_parameters(mamba) if not r.decay} == {"A_log", "D", "weight", "bias"}
+    assert {r.name.rpartition(".")[2] for r in route_parameters(mamba) if not r.decay} == {
+        "A_log",
+        "D",
+        "weight",
+        "bias",
+    }
 
 
 def test_convolutions_that_are_no_matrices() -> None:
