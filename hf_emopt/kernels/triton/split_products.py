@@ -164,7 +164,7 @@ def _all_tiles(m: int, block_m: int, block_n: int, group: int, device: torch.dev
     """As :func:`tile_table`, of the whole matrix."""
     rows, cols = -(-m // block_m), -(-m // block_n)
     tiles = sorted(itertools.product(range(rows), range(cols)), key=lambda t: (t[0] // group, t[1] // group, *t))
-    return torch.tensor(tiles, dtype=torch.int32).to(device), len(tiles)
+    return torch.tensor(tiles, dtype=torch.int32, device=device), len(tiles)
 
 
 def split(x: Tensor, scale: float, diagonal: float) -> Parts:

@@ -232,7 +232,7 @@ def tile_table(m: int, block_m: int, block_n: int, group: int, device: torch.dev
     """Row and column of every tile of an ``m x m`` matrix that touches its lower triangle, ``(tiles, 2)`` int32, and their
     number. Squares of ``group`` tiles follow one another, so that programs that run together read the same rows."""
     tiles = _tiles(m, block_m, block_n, group)
-    return torch.tensor(tiles, dtype=torch.int32).to(device), len(tiles)
+    return torch.tensor(tiles, dtype=torch.int32, device=device), len(tiles)
 
 
 def _as_batch(x: Tensor) -> Tensor:
