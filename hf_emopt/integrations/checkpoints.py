@@ -1,8 +1,8 @@
-"""Keeps parameters current and state whole where transformers and Accelerate read them.
+"""Makes parameters current and state whole before transformers and Accelerate read them.
 
-``Trainer`` finishes updates before it saves or evaluates, and gathers the state before it saves the optimizer; so does
-``accelerate.Accelerator`` in ``save_state``. ``Trainer`` resumes
-from the state in any form, AdamW's included, and ``resume_from_checkpoint=True`` passes over interrupted checkpoints.
+With these hooks ``Trainer`` finishes updates before it saves or evaluates, and gathers the state before it saves the
+optimizer; so does ``accelerate.Accelerator`` in ``save_state``. ``Trainer`` resumes from state of any layout and of AdamW.
+``resume_from_checkpoint=True`` skips interrupted checkpoints.
 """
 
 from __future__ import annotations
@@ -48,21 +48,21 @@ _CALLS = itertools.count()
 
 
 def synchronize(*optimizers: Any) -> None:
-    """Makes parameters current; without effect on optimizers that are not ours. No collective."""
+    """Makes parameters current; no effect on other optimizers. No collective."""
     for ours in map(unwrap_optimizer, optimizers):
         if ours is not None:
             ours.synchronize()
 
 
 def consolidate(optimizer: Any) -> None:
-    """Collective: makes ``state_dict()`` whole on the first rank; without effect on an optimizer that is not ours."""
+    """Collective: makes ``state_dict()`` whole on the first rank; no effect on other optimizers."""
     ours = unwrap_optimizer(optimizer)
     if ours is not None:
         ours.consolidate_state_dict()
 
 
 def hook_trainer() -> None:
-    """Has every ``Trainer`` do both where they are due. Idempotent; without effect on other optimizers."""
+    """Patches ``Trainer`` to call both, and to load any checkpoint. Idempotent; no effect on other optimizers."""
     for names, action in ((SYNCHRONIZED, synchronize), (CONSOLIDATED, consolidate)):
         for name in names:
             if not patch(trainer.Trainer, name, partial(_preceded, action)):
@@ -97,7 +97,7 @@ def _load_optimizer(original: Original, self: trainer.Trainer, checkpoint: str |
         )
     if found is not None:
         try:
-            # The description alone, since each rank may be able to read its own part of a folder of shards.
+            # The description suffices: each rank may read its own part of a folder of shards.
             state = read_optimizer_state(found, only_description=True)
         except CheckpointError as caught:
             error = str(caught)
@@ -105,10 +105,10 @@ def _load_optimizer(original: Original, self: trainer.Trainer, checkpoint: str |
     own = self.is_fsdp_enabled and state is not None and not foreign and _by_fsdp(found, state)
     seen = all_gather_values((error, own, found is None))
     error = next((e for e, _, _ in seen if e is not None), None)
-    if error is not None:  # of any rank, on all of them: where one stops, the others must not wait for it
+    if error is not None:  # all ranks raise the error of any rank, so that none waits for it
         raise CheckpointError(error)
     if any(own for _, own, _ in seen) or all(absent for _, _, absent in seen):
-        original(self, checkpoint)  # this layout's own files: no rank reads more than its part
+        original(self, checkpoint)  # files of this layout: each rank reads its own part
         return
     absent = [rank for rank, (_, _, absent) in enumerate(seen) if absent]
     if absent or state is None or found is None:
@@ -138,7 +138,7 @@ def _is_ours(self: trainer.Trainer) -> bool:
 
 
 def _load_weights(original: Original, self: trainer.Trainer, resume_from_checkpoint: str, model: Any = None) -> None:
-    """``Trainer._load_from_checkpoint`` for weights that FSDP saved where there is none, and the other way round."""
+    """``Trainer._load_from_checkpoint`` for weights of FSDP in a run without it, and for plain weights in a run with it."""
     folder = Path(resume_from_checkpoint)
     by_fsdp = find_fsdp_weights(folder)
     plain = folder / "model.safetensors"
@@ -155,7 +155,7 @@ def _load_weights(original: Original, self: trainer.Trainer, resume_from_checkpo
 
 
 def _named(self: trainer.Trainer, state: dict[str, Any]) -> dict[str, Any]:
-    """State of AdamW with the names that ``Trainer`` gave it: its groups are those with and without decay."""
+    """State of AdamW with parameter names, from ``Trainer``'s two groups: with and without decay."""
     groups = state["param_groups"]
     model: Any = self.model
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
@@ -172,7 +172,7 @@ def _load_schedule(self: trainer.Trainer, ours: Any, checkpoint: str, foreign: b
     if not (file := Path(checkpoint) / "scheduler.pt").is_file():
         return
     saved = torch.load(file, weights_only=True)
-    if foreign:  # it has learning rates of AdamW's groups
+    if foreign:  # its lists are of AdamW's groups
         rates = [group["lr"] for group in ours.param_groups]
         kept = {key: value for key, value in saved.items() if not isinstance(value, (list, tuple))}
         saved = {**scheduler.state_dict(), **kept, "_last_lr": rates}
@@ -180,7 +180,7 @@ def _load_schedule(self: trainer.Trainer, ours: Any, checkpoint: str, foreign: b
 
 
 def _save(original: Original, self: trainer.Trainer, model: Any, trial: Any, *args: Any, **kwargs: Any) -> Any:
-    """``Trainer._save_checkpoint``: a folder that is written over is not whole until it has been written to its end."""
+    """``Trainer._save_checkpoint``, which first removes the mark of a whole folder, ``trainer_state.json``."""
     if _is_ours(self) and self.args.should_save:
         folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
         (folder / "trainer_state.json").unlink(missing_ok=True)
@@ -194,7 +194,7 @@ def _train(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """``Trainer.train``: the newest checkpoint is the newest that is whole."""
+    """``Trainer.train`` that resumes from the newest whole checkpoint."""
     if resume_from_checkpoint is True and _is_ours(self):
         output_dir: Any = self.args.output_dir
         newest, whole = get_last_checkpoint(output_dir), newest_checkpoint(output_dir)

@@ -1,7 +1,7 @@
-"""Optimizer names for ``TrainingArguments(optim=...)`` and what a plain ``Trainer`` needs to run them well.
+"""Optimizer names for ``TrainingArguments(optim=...)``, and the hooks of a plain ``Trainer``.
 
-transformers has no entry point for optimizers, so ``import hf_emopt`` calls :func:`register`, which adds names, handlers and
-a default callback to its tables, and wraps methods of ``Trainer``. Other optimizers see no effect.
+transformers has no entry point for optimizers. So ``import hf_emopt`` calls :func:`register`, which adds names, handlers and
+a default callback to its tables, and wraps methods of ``Trainer``. Other optimizers are not affected.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ Handler = Callable[[OptimizerContext], tuple[Any, dict[str, Any]]]
 
 
 class OptimizerFactory:
-    """What a handler returns, so that ``Trainer`` builds the optimizer on the model instead of on its two decay groups.
+    """The result of a handler, with which ``Trainer`` builds the optimizer on the model and not on its two decay groups.
 
-    ``Trainer`` calls the factory without arguments and the result with ``(model, **kwargs)``. Called with arguments, as code
-    that knows no factories does with what ``get_optimizer_cls_and_kwargs`` gives it, it is the optimizer's class.
+    ``Trainer`` calls the factory without arguments and the result with ``(model, **kwargs)``. Code that knows no factories
+    calls the result of ``get_optimizer_cls_and_kwargs`` with arguments; the factory then acts as the optimizer's class.
 
     Args:
         model: what ``get_optimizer_cls_and_kwargs`` was asked for, if anything: trainers of sentence-transformers ask for the
@@ -168,7 +168,7 @@ def _get_optimizer_cls_and_kwargs(
 
 
 def _create_optimizer(original: Callable[..., Any], self: trainer.Trainer, *args: Any, **options: Any) -> Any:
-    """Gives our classes the model, in place of two lists of parameters that do not say which are embeddings and heads."""
+    """Passes the model to our classes, and not two lists of parameters, which do not show embeddings and heads."""
     given = getattr(self, "optimizer_cls_and_kwargs", None)
     cls = given[0] if given is not None else None
     if self.optimizer is None and isinstance(cls, type) and issubclass(cls, MatrixOptimizer):
@@ -176,7 +176,8 @@ def _create_optimizer(original: Callable[..., Any], self: trainer.Trainer, *args
         refuse_unsupported(self.args, self.model)
         model = next((m for m in (*args, options.get("model")) if m is not None), self.model)
         decay = {"weight_decay": self.args.weight_decay}
-        self.optimizer_cls_and_kwargs = OptimizerFactory(cls, model), {**decay, **given[1]}
+        factory: Any = OptimizerFactory(cls, model)
+        self.optimizer_cls_and_kwargs = factory, {**decay, **given[1]}
     return original(self, *args, **options)
 
 
@@ -200,11 +201,11 @@ def group_learning_rates(optimizer: MatrixOptimizer, peak: bool = False) -> dict
 
 
 class DefaultCallback(MeasuringCallback):
-    """Shows what a matrix optimizer does; silent for every other optimizer.
+    """Describes a matrix optimizer in the logs; silent for every other optimizer.
 
-    At the start of training: one line at warning level and the whole route of the parameters at info level. In each training
-    log: ``lr/matrix`` and ``lr/aux``, ``skipped_steps`` once a step has been skipped, and the diagnostics that are asked for.
-    A callback of the user's would run after the loggers' callbacks.
+    The start of training shows one line at warning level and the whole route of the parameters at info level. Each training
+    log gets ``lr/matrix`` and ``lr/aux``, ``skipped_steps`` after a skipped step, and the requested diagnostics. It is a
+    default callback, since a user's callback would run after those of the loggers.
     """
 
     route_level = levels.INFO

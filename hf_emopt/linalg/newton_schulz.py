@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -125,7 +126,7 @@ def newton_schulz(
         if tall:
             matrices = matrices.mT
         if normalization == "scale_free":
-            y = _iterate(_normalize_scale_free(matrices, resolved, dtype), resolved)
+            y = _iterate(normalize_scale_free(matrices, resolved, dtype), resolved)
         elif normalization == "clamp":
             y = _iterate(_normalize_clamp(matrices, resolved.safety_factor, dtype, floor), resolved)
         else:
@@ -244,23 +245,32 @@ def _frobenius_norm(x: Tensor) -> Tensor:
     return norm
 
 
-def _normalize_scale_free(x: Tensor, resolved: ResolvedCoefficients, dtype: torch.dtype) -> Tensor:
+def _peak(x: Tensor) -> Tensor:
+    peak: Tensor = torch.linalg.vector_norm(x, ord=math.inf, dim=(-2, -1), keepdim=True)
+    return peak
+
+
+def normalize_scale_free(
+    x: Tensor,
+    resolved: ResolvedCoefficients,
+    dtype: torch.dtype,
+    peak_of: Callable[[Tensor], Tensor] = _peak,
+    norm_of: Callable[[Tensor], Tensor] = _frobenius_norm,
+    gram_of: Callable[[Tensor], Tensor] = gram,
+) -> Tensor:
+    """``x`` ``(..., s, l)`` in ``dtype`` with the norm that the iteration starts from. Slices of matrices are given functions
+    of the whole ones: largest magnitude and Frobenius norm ``(..., 1, 1)``, and Gram matrix ``(..., s, s)``."""
     wide = x if x.dtype == torch.float64 else x.float()
-    peak: Tensor = torch.linalg.vector_norm(wide, ord=math.inf, dim=(-2, -1), keepdim=True)
+    peak = peak_of(wide)
     y = wide / peak.masked_fill(peak == 0, 1.0)  # a new tensor, which may be changed from here on
     # The largest entry is 1 now, so the norm of a matrix that is not zero is at least 1: the floor acts on zero only.
-    y.div_(_frobenius_norm(y).clamp_(min=1.0).mul_(resolved.safety_factor))
-    if resolved.scaling == "aol":
-        y = _rescale_rows(y, dtype)
+    y.div_(norm_of(y).clamp_(min=1.0).mul_(resolved.safety_factor))
+    if resolved.scaling == "aol":  # float16 would flush the squared norms of small rows to zero
+        product = gram_of(y if dtype == torch.float16 else y.to(dtype))
+        sums = torch.promote_types(product.dtype, y.dtype)
+        row_sum: Tensor = torch.linalg.vector_norm(product, ord=1, dim=-1, keepdim=True, dtype=sums)
+        y = y * row_sum.rsqrt().masked_fill(row_sum == 0, 0.0)
     return y.to(dtype)
-
-
-def _rescale_rows(y: Tensor, dtype: torch.dtype) -> Tensor:
-    # float16 would flush the squared norms of small rows to zero.
-    product = gram(y if dtype == torch.float16 else y.to(dtype))
-    sums = torch.promote_types(product.dtype, y.dtype)
-    row_sum: Tensor = torch.linalg.vector_norm(product, ord=1, dim=-1, keepdim=True, dtype=sums)
-    return y * row_sum.rsqrt().masked_fill(row_sum == 0, 0.0)
 
 
 def _normalize_clamp(x: Tensor, safety_factor: float, dtype: torch.dtype, eps: float) -> Tensor:
