@@ -77,7 +77,7 @@ class BucketStep:
         if self.rule.scheduled:
             for state in self.states:
                 if "rounds" not in state:  # counted on the host
-                    state["rounds"] = torch.zeros((), dtype=torch.int64)
+                    state["rounds"] = torch.zeros((), dtype=torch.int64, device="cpu")
                 state["rounds"].add_(1)
             self.param_steps = [int(state["rounds"]) for state in self.states]
         # Whether the phases use the state of slices, and that of matrices, as it is kept.

@@ -1,4 +1,4 @@
-"""Accelerate: an optimizer from a plugin, environment variables or the launcher's YAML, and whole checkpoints.
+"""Accelerate: an optimizer from a plugin, environment variables or the launcher's YAML.
 
 An :class:`Accelerator` takes the plugin, and ``accelerator.prepare(model, plugin.build(model))`` takes its optimizer.
 """
@@ -16,7 +16,6 @@ import torch
 from accelerate.utils import KwargsHandler  # type: ignore[import-untyped]
 from torch import nn
 
-from hf_emopt.integrations.checkpoints import attach_checkpoint_hooks, synchronize
 from hf_emopt.integrations.optim_args import accepted_form, parse_optim_args, parse_value
 from hf_emopt.integrations.refusals import refuse_accelerator, refuse_layouts
 from hf_emopt.integrations.registry import OPTIMIZERS, PREFIX, did_you_mean, optimizer_class
@@ -106,23 +105,19 @@ class EmoptPlugin(KwargsHandler):
         return self.optimizer_cls(model, **self._kwargs)
 
     def attach(self, accelerator: accelerate.Accelerator) -> None:
-        """Makes ``accelerator.save_state`` gather the optimizer's state first, and ``load_state`` wait for updates.
-
-        :class:`hf_emopt.Accelerator` calls this itself. A second call has no effect.
+        """Refuses an accelerator under which the optimizer could not train; :class:`hf_emopt.Accelerator` does this itself.
 
         Raises:
             ValueError: the accelerator is set up for FSDP1, Megatron-LM, or DeepSpeed with settings that would replace the
                 optimizer.
         """
         refuse_accelerator(accelerator, f"EmoptPlugin(optim={self.optim!r})")
-        attach_checkpoint_hooks(accelerator)
 
 
 class Accelerator(accelerate.Accelerator):
     """``accelerate.Accelerator`` that takes an :class:`EmoptPlugin` among its ``kwargs_handlers``.
 
-    ``emopt_plugin`` is that plugin, or one made from the environment. Everything that this object saves has current
-    parameters and the optimizer's whole state.
+    ``emopt_plugin`` is that plugin, or one made from the environment.
 
     Raises:
         ValueError: more than one plugin, or as :meth:`EmoptPlugin.attach`.
@@ -137,16 +132,6 @@ class Accelerator(accelerate.Accelerator):
         others = [handler for handler in handlers if not isinstance(handler, EmoptPlugin)]
         super().__init__(*args, kwargs_handlers=others or None, **kwargs)
         self.emopt_plugin.attach(self)
-
-    def save_state(self, *args: Any, **kwargs: Any) -> Any:
-        """As Accelerate's, on current parameters and with the optimizer's whole state."""
-        synchronize(*self._optimizers)
-        return super().save_state(*args, **kwargs)
-
-    def get_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As Accelerate's, of current parameters; ``save_model`` uses it too."""
-        synchronize(*self._optimizers)
-        return super().get_state_dict(*args, **kwargs)
 
 
 def trainer_environment(optimizer_cls: type[MatrixOptimizer]) -> dict[str, Any]:

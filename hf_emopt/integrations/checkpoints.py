@@ -1,16 +1,20 @@
 """Makes parameters current and state whole before transformers and Accelerate read them.
 
 With these hooks ``Trainer`` finishes updates before it saves or evaluates, and gathers the state before it saves the
-optimizer. It resumes from state of any layout and of AdamW. ``resume_from_checkpoint=True`` skips interrupted checkpoints.
+optimizer; so does ``accelerate.Accelerator`` in ``save_state``. ``Trainer`` resumes from state of any layout and of AdamW.
+``resume_from_checkpoint=True`` skips interrupted checkpoints.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import accelerate  # type: ignore[import-untyped]
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
@@ -29,7 +33,7 @@ from hf_emopt.checkpoint.files import (
     read_optimizer_state,
 )
 from hf_emopt.checkpoint.from_adamw import is_adamw
-from hf_emopt.integrations.patching import MARK, Original, patch
+from hf_emopt.integrations.patching import Original, patch
 from hf_emopt.integrations.refusals import optim_name
 from hf_emopt.integrations.registry import OPTIMIZERS, PREFIX, unwrap_optimizer
 
@@ -37,6 +41,10 @@ logger = logging.get_logger("transformers.hf_emopt")
 
 SYNCHRONIZED = ("save_model", "evaluate", "predict", "_load_best_model")
 CONSOLIDATED = ("_save_optimizer_and_scheduler",)
+
+PATIENCE = timedelta(minutes=9)
+"""How long ``save_state`` waits for the other ranks: less than NCCL's ten minutes, after which it ends the process."""
+_CALLS = itertools.count()
 
 
 def synchronize(*optimizers: Any) -> None:
@@ -196,21 +204,43 @@ def _train(
     return original(self, resume_from_checkpoint, *args, **kwargs)
 
 
-def attach_checkpoint_hooks(accelerator: Any) -> None:
-    """Registers hooks that do the same in ``save_state`` and ``load_state`` of an ``accelerate.Accelerator``. Idempotent."""
-    if getattr(accelerator, MARK, False):
+def hook_accelerate() -> None:
+    """Has every ``accelerate.Accelerator`` do both where they are due. Idempotent; without effect on other optimizers."""
+    for name, action in (("save_state", _complete), ("load_state", synchronize), ("get_state_dict", synchronize)):
+        patch(accelerate.Accelerator, name, partial(_for_each, action))
+
+
+def _for_each(
+    action: Callable[[Any], None], original: Original, self: accelerate.Accelerator, *args: Any, **kwargs: Any
+) -> Any:
+    for optimizer in self._optimizers:
+        action(optimizer)
+    return original(self, *args, **kwargs)
+
+
+def _complete(optimizer: Any) -> None:
+    if unwrap_optimizer(optimizer) is not None:
+        synchronize(optimizer)
+        _wait_for_all_ranks()
+        consolidate(optimizer)
+
+
+def _wait_for_all_ranks() -> None:
+    """Returns when every rank has called it. A rank that saves alone gets an error instead of waiting for the others.
+
+    Raises:
+        RuntimeError: some rank has not called it within :data:`PATIENCE`.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
         return
-
-    def before_saving(*_: Any) -> None:
-        # The collected weights are references to the parameters, so an update now still reaches them.
-        synchronize(*accelerator._optimizers)
-        for optimizer in accelerator._optimizers:
-            consolidate(optimizer)
-
-    def before_loading(*_: Any) -> None:
-        # A delayed update would overwrite the loaded weights.
-        synchronize(*accelerator._optimizers)
-
-    accelerator.register_save_state_pre_hook(before_saving)
-    accelerator.register_load_state_pre_hook(before_loading)
-    setattr(accelerator, MARK, True)
+    store, key = dist.distributed_c10d._get_default_store(), f"hf_emopt/save_state/{next(_CALLS)}"
+    if store.add(key, 1) == dist.get_world_size():
+        store.set(f"{key}/all", "here")
+    try:
+        store.wait([f"{key}/all"], PATIENCE)
+    except RuntimeError:
+        raise RuntimeError(
+            f"accelerator.save_state() was called on rank {dist.get_rank()} and, within {PATIENCE}, not on all ranks. The "
+            "optimizer's state has parts on each of them: call save_state() on every process, outside of "
+            "`if accelerator.is_main_process:`"
+        ) from None

@@ -12,7 +12,6 @@ from transformers import Trainer
 from transformers.training_args import ParallelMode
 from transformers.utils import logging
 
-from hf_emopt.integrations.checkpoints import attach_checkpoint_hooks
 from hf_emopt.integrations.refusals import optim_name
 from hf_emopt.integrations.registry import unwrap_optimizer
 from hf_emopt.integrations.sharded_checkpoints import is_sharded_at_load, load_optimizer, permitted, save_optimizer
@@ -64,11 +63,6 @@ class EmoptTrainerMixin:
                 f"{type(self).__name__} must also derive from transformers.Trainer, after EmoptTrainerMixin"
             )
         return self
-
-    def create_accelerator_and_postprocess(self) -> None:
-        """As ``Trainer``'s, with hooks on the accelerator that save the whole state."""
-        super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        attach_checkpoint_hooks(self._trainer().accelerator)
 
     def overlap_applies(self) -> bool:
         """Whether a delayed gather of parameters is both useful and safe.

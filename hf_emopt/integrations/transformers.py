@@ -7,9 +7,10 @@ a default callback to its tables, and wraps methods of ``Trainer``. Other optimi
 from __future__ import annotations
 
 import logging as levels
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch import nn
 from transformers import trainer, trainer_optimizer, training_args
 from transformers.trainer_callback import TrainerState
 from transformers.trainer_optimizer import OptimizerContext
@@ -18,13 +19,14 @@ from transformers.utils import logging
 
 from hf_emopt.integrations.accelerate import overruled_environment, trainer_environment
 from hf_emopt.integrations.callback import MeasuringCallback, level_of_environment
-from hf_emopt.integrations.checkpoints import hook_trainer, synchronize
+from hf_emopt.integrations.checkpoints import hook_accelerate, hook_trainer, synchronize
 from hf_emopt.integrations.enum_members import add_string_member
 from hf_emopt.integrations.optim_args import parse_optim_args
 from hf_emopt.integrations.patching import MARK, patch
 from hf_emopt.integrations.refusals import optim_name, refuse_deepspeed, refuse_unsupported
 from hf_emopt.integrations.registry import OPTIMIZERS, PREFIX, unwrap_optimizer
 from hf_emopt.optimizers.base import MatrixOptimizer
+from hf_emopt.optimizers.param_groups import keep_parameters
 
 __all__ = ["OPTIMIZERS", "DefaultCallback", "OptimizerFactory", "register", "register_optimizer", "unwrap_optimizer"]
 
@@ -40,16 +42,57 @@ class OptimizerFactory:
 
     ``Trainer`` calls the factory without arguments and the result with ``(model, **kwargs)``. Code that knows no factories
     calls the result of ``get_optimizer_cls_and_kwargs`` with arguments; the factory then acts as the optimizer's class.
+
+    Args:
+        model: what ``get_optimizer_cls_and_kwargs`` was asked for, if anything: trainers of sentence-transformers ask for the
+            loss, which has the model and may have parameters of its own.
     """
 
-    def __init__(self, optimizer_cls: type[MatrixOptimizer]) -> None:
-        self.optimizer_cls = optimizer_cls
+    def __init__(self, optimizer_cls: type[MatrixOptimizer], model: nn.Module | None = None) -> None:
+        self.optimizer_cls, self.model = optimizer_cls, model
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        return self.optimizer_cls(*args, **options) if args or options else self.optimizer_cls
+        return self._build(*args, **options) if args or options else self._build
+
+    def _build(self, *params: Any, **options: Any) -> MatrixOptimizer:
+        """The optimizer of a model, or of what a subclass of ``Trainer`` puts in its place, as ``Trainer`` has it."""
+        given = [options.pop(key) for key in ("params", "model", "optimizer_dict") if key in options]
+        model = self.model or next((p for p in params if isinstance(p, nn.Module)), None)
+        if not given or isinstance(given[-1], nn.Module) or model is None:
+            return self.optimizer_cls(*(given[-1:] or params), **options)
+        groups = [g if isinstance(g, dict) else {"params": [g]} for g in given[-1]]
+        return with_groups(self.optimizer_cls(model, **options), groups)
 
     def __repr__(self) -> str:
         return f"OptimizerFactory({self.optimizer_cls.__name__})"
+
+
+def with_groups(optimizer: MatrixOptimizer, groups: Sequence[dict[str, Any]]) -> MatrixOptimizer:
+    """Takes learning rates from groups of parameters that a trainer made, and those parameters that no module has.
+
+    Raises:
+        ValueError: a parameter is in none of the groups.
+    """
+    chosen = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
+    known = {id(p): n for group in optimizer.param_groups for n, p in zip(group["param_names"], group["params"])}
+    if missing := [name for key, name in known.items() if key not in chosen]:
+        raise ValueError(
+            f"the trainer's groups of parameters leave out {', '.join(missing[:5])} ({len(missing)} in all): freeze what is "
+            "not to be trained with requires_grad=False"
+        )
+    for number, given in enumerate(groups):
+        for group in list(optimizer.param_groups) if "lr" in given else ():
+            part = {key: list(value) if isinstance(value, list) else value for key, value in group.items()}
+            keep_parameters([part], {key for key, own in chosen.items() if own == number})
+            if part["params"]:
+                keep_parameters([group], known.keys() - set(map(id, part["params"])))
+                peak = {"peak_lr": given["lr"]} if "peak_lr" in part else {}
+                optimizer.param_groups.append({**part, **peak, "lr": given["lr"], "name": f"{part['name']}_{number}"})
+        extra = [(f"extra.{number}.{i}", p) for i, p in enumerate(given["params"]) if id(p) not in known]
+        if any(p.requires_grad for _, p in extra):
+            optimizer.add_param_group({**given, "params": extra})
+    optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+    return optimizer
 
 
 def optimizer_kwargs(args: TrainingArguments, optimizer_cls: type[MatrixOptimizer]) -> dict[str, Any]:
@@ -88,7 +131,7 @@ def register_optimizer(name: str, optimizer_cls: type[MatrixOptimizer]) -> None:
 
     def handler(context: OptimizerContext) -> tuple[Any, dict[str, Any]]:
         refuse_unsupported(context.args, context.model)
-        return OptimizerFactory(optimizer_cls), optimizer_kwargs(context.args, optimizer_cls)
+        return OptimizerFactory(optimizer_cls, context.model), optimizer_kwargs(context.args, optimizer_cls)
 
     setattr(handler, MARK, True)
     handlers[member] = handler
@@ -102,6 +145,7 @@ def register() -> None:
     patch(trainer.Trainer, "get_optimizer_cls_and_kwargs", _get_optimizer_cls_and_kwargs)
     patch(trainer.Trainer, "create_optimizer", _create_optimizer)
     hook_trainer()
+    hook_accelerate()
     callbacks: list[Any] = trainer.DEFAULT_CALLBACKS
     callbacks[:] = [callback for callback in callbacks if not hasattr(callback, MARK)]
     callbacks.append(DefaultCallback)
@@ -131,9 +175,9 @@ def _create_optimizer(original: Callable[..., Any], self: trainer.Trainer, *args
         assert given is not None
         refuse_unsupported(self.args, self.model)
         model = next((m for m in (*args, options.get("model")) if m is not None), self.model)
-        if not {"params", "model", "optimizer_dict"} & set(given[1]):
-            decay = {"weight_decay": self.args.weight_decay}
-            self.optimizer_cls_and_kwargs = cls, {**decay, **given[1], "model": model}
+        decay = {"weight_decay": self.args.weight_decay}
+        factory: Any = OptimizerFactory(cls, model)
+        self.optimizer_cls_and_kwargs = factory, {**decay, **given[1]}
     return original(self, *args, **options)
 
 

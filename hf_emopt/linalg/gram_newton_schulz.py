@@ -40,7 +40,7 @@ _MOST_STEPS_TOGETHER = 3
 @functools.cache
 def _trial_matrices() -> Tensor:
     """``(24, 64, 96)`` float32, normalized: flat spectra, one and a few large singular values, and a condition of 1e6."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(6, *shape, generator=generator, device="cpu", dtype=torch.float32)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from hf_emopt.linalg.coefficients import CoefficientSpec, ResolvedCoefficients, resolve_coefficients
 from hf_emopt.linalg.gram_newton_schulz import find_restart_steps, iterate
+from hf_emopt.linalg.matmul_precision import matmul_precision
 from hf_emopt.linalg.symmetric_products import add_product, gram, kernels_pay, symmetric_polynomial
 
 Method: TypeAlias = Literal["auto", "standard", "gram"]
@@ -115,20 +117,28 @@ def newton_schulz(
     # One matrix runs through mm and addmm: faster than a batch of one, and what the reference programs do.
     matrices = x.reshape(shape[-2:]) if batch == 1 else x.reshape(batch, *shape[-2:])
     kernels = kernels and dtype in (torch.float16, torch.bfloat16)
-    if kernels or method == "gram":
-        use_gram = method == "gram" or (method == "auto" and dtype == torch.float16 and gram_pays(*shape[-2:]))
-        restarts = _restarts(resolved.steps) if use_gram else None
-        return iterate(matrices, resolved.steps, restarts, resolved.safety_factor, dtype).reshape(shape)
-    tall = shape[-2] > shape[-1]
-    if tall:
-        matrices = matrices.mT
-    if normalization == "scale_free":
-        y = _iterate(normalize_scale_free(matrices, resolved, dtype), resolved)
-    elif normalization == "clamp":
-        y = _iterate(_normalize_clamp(matrices, resolved.safety_factor, dtype, floor), resolved)
-    else:
-        y = _iterate_unfused(_normalize_add(matrices, resolved.safety_factor, dtype, floor), resolved)
-    return (y.mT if tall else y).reshape(shape)
+    with _modes(x.device, dtype):
+        if kernels or method == "gram":
+            use_gram = method == "gram" or (method == "auto" and dtype == torch.float16 and gram_pays(*shape[-2:]))
+            restarts = _restarts(resolved.steps) if use_gram else None
+            return iterate(matrices, resolved.steps, restarts, resolved.safety_factor, dtype).reshape(shape)
+        tall = shape[-2] > shape[-1]
+        if tall:
+            matrices = matrices.mT
+        if normalization == "scale_free":
+            y = _iterate(normalize_scale_free(matrices, resolved, dtype), resolved)
+        elif normalization == "clamp":
+            y = _iterate(_normalize_clamp(matrices, resolved.safety_factor, dtype, floor), resolved)
+        else:
+            y = _iterate_unfused(_normalize_add(matrices, resolved.safety_factor, dtype, floor), resolved)
+        return (y.mT if tall else y).reshape(shape)
+
+
+def _modes(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[Any]:
+    """Products are of ``dtype`` whatever autocast and, for float32, the flags for TF32 say."""
+    if torch.compiler.is_compiling():  # which knows the one of the three
+        return torch.autocast(device.type, enabled=False)
+    return matmul_precision("highest") if dtype == torch.float32 else torch._C._DisableAutocast()
 
 
 def _checked(

@@ -27,6 +27,7 @@ from hf_emopt.linalg.gram_newton_schulz import (
     scales_of,
     start_factor,
 )
+from hf_emopt.linalg.matmul_precision import matmul_precision
 from hf_emopt.linalg.newton_schulz import (
     Normalization,
     check_dtype,
@@ -112,6 +113,7 @@ class _Slice:
 
 
 @torch.no_grad()
+@matmul_precision("highest")
 def newton_schulz_sharded(
     x: Tensor,
     shard: Shard,

@@ -235,10 +235,7 @@ def _wide_product(a: Tensor, b: Tensor) -> Tensor:
     if a.dtype not in _HALF:
         return a @ b.mT
     if a.is_cuda:
-        try:
-            return (torch.mm if a.ndim == 2 else torch.bmm)(a, b.mT, out_dtype=torch.float32)
-        except TypeError:  # torch < 2.8 has no out_dtype
-            pass
+        return (torch.mm if a.ndim == 2 else torch.bmm)(a, b.mT, out_dtype=torch.float32)
     return a.float() @ b.float().mT
 
 

@@ -67,6 +67,8 @@ def validate_group(group: Group, rule: MatrixRule, groups: Sequence[Group], defa
                 f"{', '.join(rule.tensor_parallel_modes)}"
             )
         rule.validate(group)
+        # What the group begins with: decay is relative to it where no scheduler says more.
+        group.setdefault("peak_lr", float(group["lr"]))
     else:
         validate_adamw(group)
 

@@ -14,12 +14,13 @@ from hf_emopt.distributed.layout import Grid, grid_of, local_tensor, slices, sto
 from hf_emopt.distributed.plan import OwnedRegion
 from hf_emopt.engine.context import StepContext
 from hf_emopt.formats.master_weights import WEIGHT_STATE, load_weights, needs_master, store_weights
+from hf_emopt.linalg.matmul_precision import plain_arithmetic
 from hf_emopt.optimizers.base import MatrixOptimizer
 
 State = dict[str, Tensor]
 
 
-@torch.no_grad()
+@plain_arithmetic()
 def scale_slices(
     optimizer: MatrixOptimizer | None,
     name: str,

@@ -21,6 +21,7 @@ from hf_emopt.linalg.cost import Method, ShardedCost, sharded_cost
 from hf_emopt.linalg.newton_schulz import newton_schulz, newton_schulz_flops
 from hf_emopt.linalg.newton_schulz_sharded import Shard, newton_schulz_sharded
 from hf_emopt.routing.lora import LoraMode
+from hf_emopt.rules.adamw import DecayOptions, has_l2_decay, with_l2_decay
 from hf_emopt.rules.base import Group, MatrixRule, RefreshClock, State, state_dtype
 from hf_emopt.rules.lora_pairs import Factor, pair_update
 from hf_emopt.rules.options import Options, as_tuple, check_choice, check_number, check_whole, dtype_name, option
@@ -126,7 +127,7 @@ def _plain_coefficients(coefficients: NsCoefficients) -> Any:
 
 
 @dataclass(eq=False)
-class _CommonOptions(Options):
+class _CommonOptions(DecayOptions):
     """Options of both rules; :class:`hf_emopt.Muon` says what each of them means."""
 
     lr: float | Tensor = 1e-3
@@ -180,6 +181,11 @@ class MuonRule(MatrixRule):
             resolved = resolve_coefficients(group["ns_coefficients"], group["ns_steps"])
         except (TypeError, ValueError) as error:
             raise ValueError(f"ns_coefficients={group['ns_coefficients']!r}: {error}") from error
+        if group["cautious_weight_decay"] and group["weight_decay_type"] == "l2":
+            raise ValueError(
+                "cautious_weight_decay=True asks where the update moves a weight, which is not known when "
+                "weight_decay_type='l2' puts the decay into the gradient: leave one of them out"
+            )
         if group["lora"] == "joint":
             self._validate_joint(group, resolved.scaling)
         if resolved.scaling != "frobenius" and (compat is not None or group["eps"] is not None):
@@ -191,6 +197,7 @@ class MuonRule(MatrixRule):
             "compat": group["compat"] is not None,
             "cautious_weight_decay": bool(group["cautious_weight_decay"]),
             "lora_scale": group["lora_scale"] != "product",
+            "weight_decay_type": group["weight_decay_type"] == "l2",
             "ns_coefficients": scaling != "frobenius",
         }
         for name in (name for name, given in wrong.items() if given):
@@ -213,6 +220,7 @@ class MuonRule(MatrixRule):
         mu = group["momentum"]
         buffers = [state["momentum_buffer"] for state in states]
         inputs = [g if g.dtype == b.dtype else g.to(b.dtype) for g, b in zip(grads, buffers)]
+        inputs = with_l2_decay(inputs, params, group)
         if _compat(group).momentum_form == "accumulate":
             summed = torch._foreach_add(torch._foreach_mul(buffers, mu), inputs)
             for buffer, value in zip(buffers, summed):
@@ -226,8 +234,9 @@ class MuonRule(MatrixRule):
         return list(torch._foreach_lerp(inputs, buffers, mu)) if group["nesterov"] else buffers
 
     def momentum_form(self, group: Group) -> tuple[float, bool] | None:
-        # Another implementation's bits need its order of sums.
-        return (group["momentum"], group["nesterov"]) if group["compat"] is None else None
+        # Another implementation's bits need its order of sums, and the pass reads no weights.
+        plain = group["compat"] is None and not has_l2_decay(group)
+        return (group["momentum"], group["nesterov"]) if plain else None
 
     def orthogonalize(self, x: Tensor, group: Group) -> Tensor:
         """``(B, m, n)`` to its polar factor, as this group's constants approximate it."""

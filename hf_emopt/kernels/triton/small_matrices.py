@@ -109,8 +109,8 @@ def small_gram_newton_schulz_kernel(
 @functools.lru_cache(maxsize=256)
 def _on_device(coefficients: tuple[float, ...], bounds: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     return (
-        torch.tensor(coefficients, dtype=torch.float32).to(device),
-        torch.tensor(bounds, dtype=torch.int32).to(device),
+        torch.tensor(coefficients, dtype=torch.float32, device=device),
+        torch.tensor(bounds, dtype=torch.int32, device=device),
     )
 
 

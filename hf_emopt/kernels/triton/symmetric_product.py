@@ -209,7 +209,7 @@ def tile_table(
     ``(tiles, 2)`` int32, and their number. Squares of ``group`` tiles follow one another, so that programs that run together
     read the same rows."""
     tiles = _tiles(m, block_m, block_n, group, triangle)
-    return torch.tensor(tiles, dtype=torch.int32).to(device), len(tiles)
+    return torch.tensor(tiles, dtype=torch.int32, device=device), len(tiles)
 
 
 def _as_batch(x: Tensor) -> Tensor:
