@@ -20,7 +20,7 @@ from torch import Tensor
 from hf_emopt.linalg.coefficients import CoefficientSpec, ResolvedCoefficients, resolve_coefficients
 from hf_emopt.linalg.gram_newton_schulz import find_restart_steps, iterate
 from hf_emopt.linalg.matmul_precision import matmul_precision
-from hf_emopt.linalg.symmetric_products import add_product, gram, kernels_pay, symmetric_polynomial
+from hf_emopt.linalg.symmetric_products import kernels_pay
 
 Method: TypeAlias = Literal["auto", "standard", "gram"]
 Normalization: TypeAlias = Literal["scale_free", "clamp", "add"]
@@ -250,6 +250,11 @@ def _peak(x: Tensor) -> Tensor:
     return peak
 
 
+def gram(x: Tensor) -> Tensor:
+    """``X X^T``: ``(..., m, n) -> (..., m, m)``, symmetric positive semidefinite up to rounding."""
+    return x @ x.mT
+
+
 def normalize_scale_free(
     x: Tensor,
     resolved: ResolvedCoefficients,
@@ -283,6 +288,20 @@ def _normalize_add(x: Tensor, safety_factor: float, dtype: torch.dtype, eps: flo
     y = x.to(dtype)
     norm = _frobenius_norm(y)
     return y / ((norm if safety_factor == 1 else norm * safety_factor) + eps)
+
+
+def symmetric_polynomial(a: Tensor, b: float, c: float) -> Tensor:
+    """``b A + c A A`` for symmetric ``A`` ``(..., m, m)``, rounded once."""
+    if c == 0:  # torch.baddbmm on the CPU ignores beta for bfloat16 when alpha is 0 (torch 2.13)
+        return b * a
+    product = torch.addmm if a.ndim == 2 else torch.baddbmm
+    return product(a, a, a, beta=b, alpha=c)
+
+
+def add_product(a: float, b: Tensor, x: Tensor) -> Tensor:
+    """``a X + B X`` for symmetric ``B`` ``(..., m, m)`` and ``X`` ``(..., m, n)``, rounded once."""
+    product = torch.addmm if x.ndim == 2 else torch.baddbmm
+    return product(x, b, x, beta=a)
 
 
 def _iterate(y: Tensor, resolved: ResolvedCoefficients) -> Tensor:

@@ -30,14 +30,17 @@ from hf_emopt.linalg.gram_newton_schulz import (
 from hf_emopt.linalg.matmul_precision import matmul_precision
 from hf_emopt.linalg.newton_schulz import (
     Normalization,
+    add_product,
     check_dtype,
     check_input,
     check_method,
     check_normalization,
     default_dtype,
+    gram,
     normalize_scale_free,
+    symmetric_polynomial,
 )
-from hf_emopt.linalg.symmetric_products import add_product, gram, symmetric_polynomial, symmul_into
+from hf_emopt.linalg.symmetric_products import symmul_into
 
 Reduce = Callable[[Tensor], Tensor]
 """Reduces a contiguous tensor elementwise over the ranks that share a matrix, in place or not, and returns the result,

@@ -21,25 +21,6 @@ _HALF = (torch.bfloat16, torch.float16)
 _RETIRED_VARIABLE = "HF_EMOPT_KERNEL_VARIANTS"
 
 
-def gram(x: Tensor) -> Tensor:
-    """``X X^T``: ``(..., m, n) -> (..., m, m)``, symmetric positive semidefinite up to rounding."""
-    return x @ x.mT
-
-
-def symmetric_polynomial(a: Tensor, b: float, c: float) -> Tensor:
-    """``b A + c A A`` for symmetric ``A`` ``(..., m, m)``, rounded once."""
-    if c == 0:  # torch.baddbmm on the CPU ignores beta for bfloat16 when alpha is 0 (torch 2.13)
-        return b * a
-    product = torch.addmm if a.ndim == 2 else torch.baddbmm
-    return product(a, a, a, beta=b, alpha=c)
-
-
-def add_product(a: float, b: Tensor, x: Tensor) -> Tensor:
-    """``a X + B X`` for symmetric ``B`` ``(..., m, m)`` and ``X`` ``(..., m, n)``, rounded once."""
-    product = torch.addmm if x.ndim == 2 else torch.baddbmm
-    return product(x, b, x, beta=a)
-
-
 def kernels_pay(device: torch.device) -> bool:
     """Whether kernels can run on the device and a measured table says where they are faster there.
 
