@@ -221,6 +221,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
             )
         changed = self._known.changed(self.param_groups)
         built, table = self._builder.build(model)
+        for group in built:
+            validate_group(group, self.rule, [], self.defaults)
         whole = self._leave_behind(changed)
         self._context, self._consolidated, self._planned_for = None, None, ()
         known = {id(p) for g in self.param_groups for n, p in zip(g["param_names"], g["params"]) if n not in changed}
