@@ -6,7 +6,7 @@ parameter, matrix state with one row for each matrix.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -92,11 +92,13 @@ def fresh(context: StepContext) -> dict[str, State]:
     return result
 
 
-def gathered(context: StepContext, keep: bool = True) -> dict[str, State]:
+def gathered(context: StepContext, keep: bool = True, without: Container[str] = ()) -> dict[str, State]:
     """Collective: whole state on the host, by name; empty without ``keep``, on a rank that only takes part."""
     materialize(context)
     result: dict[str, State] = {}
     for bucket, i, name in _planned(context):
+        if name in without:
+            continue
         owned = context.store.owned(bucket, i) is not None
         whole: State = {
             key: value.detach().to("cpu", copy=True)

@@ -162,7 +162,9 @@ def _check_kinds(
     foreign = sorted(k for k in entry if "." in k and k not in wanted)  # state of matrices, which ours are not
     if missing or wrong or foreign:
         what = (
-            f"has another shape of {', '.join(wrong)}" if wrong else f"{', '.join(foreign)} is none of this optimizer's"
+            f"has another shape of {', '.join(f'{key} {tuple(entry[key].shape)}, not {wanted[key]}' for key in wrong)}"
+            if wrong
+            else f"{', '.join(foreign)} is none of this optimizer's"
         )
         what = f"has no {', '.join(missing)}" if missing else what
         raise ValueError(

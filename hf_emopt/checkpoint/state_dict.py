@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -64,7 +64,7 @@ def consolidated(context: StepContext, to: int | Literal["first"] | None) -> dic
 
 
 def left_behind(
-    context: StepContext, state: dict[Tensor, Any], groups: Sequence[Group]
+    context: StepContext, state: dict[Tensor, Any], groups: Sequence[Group], without: Container[str] = ()
 ) -> dict[str, dict[str, Any]] | None:
     """The state of plans that end, for the next plans: by name, and whole where owners had parts.
 
@@ -72,7 +72,7 @@ def left_behind(
     """
     if not any("step" in entry for entry in state.values()):
         return None
-    whole = gathered(context) if context.is_scattered else {}
+    whole = gathered(context, without=without) if context.is_scattered else {}
     for name, param in context.named():
         if name not in whole and state.get(param):
             whole[name] = state[param]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import attrgetter
 from typing import Any, ClassVar, Literal
@@ -39,7 +39,7 @@ from hf_emopt.engine.delayed_gather import DelayedUpdates, check_overlap
 from hf_emopt.engine.pipeline import begin_delayed, run_step
 from hf_emopt.engine.prefetch import EarlyFetch
 from hf_emopt.linalg.matmul_precision import plain_arithmetic
-from hf_emopt.optimizers.changed_groups import ChangedGroups
+from hf_emopt.optimizers.changed_groups import ChangedGroups, KnownParameters
 from hf_emopt.optimizers.diagnostics import Diagnostics, Level, check_level
 from hf_emopt.optimizers.flat_groups import Flattened
 from hf_emopt.optimizers.param_groups import (
@@ -130,14 +130,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
         offload_state: OffloadState | None = None,
     ) -> None:
         check_lora_options(rule, lora, lora_lr_ratio)
-        check_flags(
-            {
-                "allow_no_matrices": allow_no_matrices,
-                "skip_nonfinite": skip_nonfinite,
-                "per_head": per_head,
-                "overlap_param_gather": overlap_param_gather,
-            }
-        )
+        check_flags({"allow_no_matrices": allow_no_matrices, "skip_nonfinite": skip_nonfinite})
+        check_flags({"per_head": per_head, "overlap_param_gather": overlap_param_gather})
         self.rule = rule
         self.mode_overrides = ModeOverrides(tensor_parallel_modules, rule.tensor_parallel_modes)
         self._choices: list[Choice] = []
@@ -153,7 +147,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._early = EarlyFetch()
         self.diagnostics_state = Diagnostics()
         """What is measured, and the figures of the last step that was; see :meth:`diagnostics`."""
-        self._untracked = UntrackedParameters()
+        self._untracked, self._known = UntrackedParameters(), KnownParameters()
         self._skipped: dict[torch.device, Tensor] = {}
         # Of steps that a wrapper (DeepSpeed) skipped for the same reason before it came to ask for them.
         self._skipped_by_wrapper: Callable[[], int] | None = None
@@ -164,23 +158,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._cost_snapshot: list[Group] = []  # hyperparameters when owners were first assigned
         self._consolidated: dict[str, dict[str, Any]] | None = None
         self._only_initialized = False
-        self._builder = GroupBuilder(
-            {
-                "matrix": {
-                    "state_version": STATE_VERSION,
-                    "rule": rule.name,
-                    "tensor_parallel": "auto",
-                    **matrix_defaults,
-                },
-                "aux": {"state_version": STATE_VERSION, **aux_defaults},
-            },
-            matrix_modules,
-            aux_modules,
-            per_head,
-            lora,
-            lora_lr_ratio,
-            lora_defaults,
-        )
+        matrix = {"state_version": STATE_VERSION, "rule": rule.name, "tensor_parallel": "auto", **matrix_defaults}
+        kinds = {"matrix": matrix, "aux": {"state_version": STATE_VERSION, **aux_defaults}}
+        self._builder = GroupBuilder(kinds, matrix_modules, aux_modules, per_head, lora, lora_lr_ratio, lora_defaults)
         self._routes: list[ParameterRoute] = []
         try:
             groups, table = self._builder.build(params)
@@ -208,27 +188,30 @@ class MatrixOptimizer(torch.optim.Optimizer):
         for group in complete:
             validate_group(group, self.rule, self.param_groups, self.defaults)
             super().add_param_group(group)
+            self._known.note(self.param_groups[-1:])
         self._routes.extend(routes)
         self._planned_for = ()
         self._consolidated = None  # which knows nothing of the new parameters
 
     @plain_arithmetic()
     def refresh_parameters(self, model: nn.Module | None = None) -> tuple[list[str], list[str]]:
-        """Follows a model to which adapters were added, or from which they were deleted, since the optimizer was built.
+        """Follows a model that has got or lost parameters since the optimizer was built, or resized some of them.
 
         New trainable parameters are routed as the constructor would and join the group of their kind with its
-        hyperparameters as they are now; parameters that the model no longer has are dropped with their state. Those that are
-        only frozen, such as adapters that are switched off, stay with their state. All ranks call it together.
+        hyperparameters as they are now; parameters that the model no longer has are dropped with their state. One of another
+        shape than before (``resize_token_embeddings``) is dropped and added, so its state starts anew, also for the rows that
+        stay. Those that are only frozen, such as adapters that are switched off, stay with their state. All ranks call it
+        together.
 
         Args:
             model: the model, as it was given to the constructor; ``None`` for that one.
 
         Returns:
-            Names of the parameters that were added and of those that were removed.
+            Names of the parameters that were added and of those that were removed; both have those that were resized.
 
         Raises:
             ValueError: the optimizer was not built from a model, and none is given; or what the constructor raises.
-            UnsupportedLayoutError: under DeepSpeed, which has flattened the parameters.
+            UnsupportedLayoutError: a group's lists were edited in place; or under DeepSpeed, which has flattened parameters.
         """
         model = model if model is not None else self._model() if self._model is not None else None
         if model is None:
@@ -238,17 +221,22 @@ class MatrixOptimizer(torch.optim.Optimizer):
             raise UnsupportedLayoutError(
                 "DeepSpeed has flattened the parameters that there were: build a new optimizer and engine for this model"
             )
+        changed = self._known.changed(self.param_groups)
         built, table = self._builder.build(model)
-        whole = self._leave_behind()
+        for group in built:
+            validate_group(group, self.rule, [], self.defaults)
+        whole = self._leave_behind(changed)
         self._context, self._consolidated, self._planned_for = None, None, ()
-        known = {id(param) for group in self.param_groups for param in group["params"]}
-        removed = keep_parameters(self.param_groups, {id(param) for param in model.parameters()})
+        known = {id(p) for g in self.param_groups for n, p in zip(g["param_names"], g["params"]) if n not in changed}
+        removed = keep_parameters(self.param_groups, known & {id(param) for param in model.parameters()})
         current = {param for group in self.param_groups for param in group["params"]}
         for param in [param for param in self.state if param not in current]:
             del self.state[param]
         added, new_kinds = take_in(self.param_groups, built, known)
         for group in new_kinds:
             self._add_scheduled(group)
+        self._known = KnownParameters()
+        self._known.note(self.param_groups)
         routes = [route for route in self._routes if route.name not in set(removed)]
         self._routes = [*routes, *(route for route in table if route.name in set(added))]
         if whole is not None:
@@ -499,9 +487,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
             )
         if observer is not None:
             observer.begin(context, verdict.ok, among)
-        untracked, model = self._untracked, None if among is not None or self._model is None else self._model()
-        if model is not None and (verdict.present != untracked.present or untracked.steps >= CHECK_EVERY):
-            untracked.check(model, groups, verdict.present)
+        untracked = self._untracked
+        if among is None and (verdict.present != untracked.present or untracked.steps >= CHECK_EVERY):
+            untracked.check(None if self._model is None else self._model(), groups, verdict.present)
         untracked.steps += 1
         if verdict.ok is not None:
             if verdict.ok.device not in self._skipped:
@@ -548,16 +536,17 @@ class MatrixOptimizer(torch.optim.Optimizer):
         params = [p for g in self.param_groups for p in g["params"]]
         # A DTensor's layout says shape and dtype, is one object as long as nothing is swapped, and takes a tenth of the time.
         kinds = [(p._spec, p._local_tensor.device) if type(p) is DTensor else _kind_of(p) for p in params]
-        return (*map(id, params), *kinds)
+        sizes = [(len(g["params"]), len(g["param_names"])) for g in self.param_groups]
+        return (*map(id, params), *kinds, *sizes)
 
     def _make_context(self) -> StepContext:
         overlaps, groups = self._overlaps, self.param_groups
         model = self._model() if overlaps and self._model is not None else None
         if model is not None:
             check_overlap(model, groups)
+        grids, offloads = self._grids(), self.offload_state is not None
         whole = self._leave_behind()
         self._cost_snapshot = self._cost_snapshot or hyperparameters(groups)
-        grids, offloads = self._grids(), self.offload_state is not None
         check_state_options(self.rule, groups, self.offload_state)
         self.rule.forget()
         params, ranks = [list(group["params"]) for group in groups], RankGroups(grids, own_replica_groups=overlaps)
@@ -566,17 +555,13 @@ class MatrixOptimizer(torch.optim.Optimizer):
         offload = StateOffload() if offloads else None
         cuda = {p.device for members in params for p in members if p.device.type == "cuda"}
         apply_stream = ApplyStream(cuda) if cuda and ranks.world_size > 1 and offload is None else None
-        context = StepContext(
-            self.rule,
-            groups,
-            params,
-            plan,
-            make_plan(planned_copies(groups, grids), forward_order=overlaps),
-            ranks,
+        copies = make_plan(planned_copies(groups, grids), forward_order=overlaps)
+        store, schedule = (
             StateStore(self.rule, groups, params, self.state, grids, offload),
             RefreshSchedule(self.rule, groups, plan),
-            self.transport_dtype,
-            apply_stream,
+        )
+        context = StepContext(
+            self.rule, groups, params, plan, copies, ranks, store, schedule, self.transport_dtype, apply_stream
         )
         self._changed = ChangedGroups(self.rule, groups)
         if whole is not None:
@@ -585,16 +570,19 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._early.attach(context, [route.name for route in self._routes])
         return context
 
-    def _leave_behind(self) -> dict[str, dict[str, Any]] | None:
+    def _leave_behind(self, without: Container[str] = ()) -> dict[str, dict[str, Any]] | None:
         """State by name, for the next plan; ``None`` where there is none."""
         context = self._context
         if context is None:
             return None
         context.finish_pending()
         self._transforms += context.counts["transforms"]
-        return left_behind(context, self.state, self.param_groups)
+        return left_behind(context, self.state, self.param_groups, without)
 
     def _grids(self) -> dict[str, Grid]:
+        has_state = any("step" in state for state in vars(self)["state"].values())
+        self._known.changed(self.param_groups, "all" if has_state else "matrices")
+        self._known.note(self.param_groups)
         named = [(n, p) for g in self.param_groups for n, p in zip(g["param_names"], g["params"])]
         return build_grids(named, self.process_group)
 
@@ -675,6 +663,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: when groups, names or shapes do not fit; the optimizer is then as it was.
+            UnsupportedLayoutError: a parameter has another shape than when the optimizer took it in; as above.
         """
         self.synchronize()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -705,6 +694,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     def _load_whole(self, state_dict: dict[str, Any]) -> None:
         """Puts a whole ``state_dict`` of any layout, or one of AdamW, into the optimizer; each rank keeps its part."""
+        # Where ranks share parameters, each takes its own part of the state, and no more, to its device.
+        shared = any(grid.world_size > 1 for grid in self._grids().values())
         if is_adamw(state_dict):
             model = None if self._model is None else self._model()
             by_name, groups = from_adamw(self.rule, self.param_groups, state_dict, model)
@@ -712,8 +703,6 @@ class MatrixOptimizer(torch.optim.Optimizer):
             by_name, groups = matched(self.rule, self.param_groups, state_dict, self.matrix_views_of_slices)
         by_name = with_low_bits(by_name)
         self._forget_plan()
-        # Where ranks share parameters, each takes its own part of the state, and no more, to its device.
-        shared = any(grid.world_size > 1 for grid in self._grids().values())
         there = {name: {} for name in by_name} if shared else by_name
         self.__setstate__(loaded_state(self.param_groups, there, groups, self.offload_state is not None))
         if any(by_name.values()):  # a context knows whose state it is when parameters are replaced later

@@ -1,14 +1,20 @@
-"""Hyperparameters that somebody writes into ``param_groups`` of a running optimizer."""
+"""Hyperparameters and parameters that somebody changes in ``param_groups`` of a running optimizer."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
+from weakref import ref
 
 import torch
+from torch import Tensor
 
-from hf_emopt.optimizers.validation import validate_group
-from hf_emopt.rules.base import Group, MatrixRule
+from hf_emopt.distributed.layout import Partition, UnsupportedLayoutError
+from hf_emopt.optimizers.param_groups import BY_PARAMETER
+from hf_emopt.optimizers.validation import check_dtype, validate_group
+from hf_emopt.routing.parameter import global_shape
+from hf_emopt.rules.base import Group, MatrixRule, state_dtype
 from hf_emopt.state.forms import elementwise_state, matrix_state
 
 _FORMS = ("state_dtype", "factor_storage", "low_precision_weights")
@@ -69,6 +75,62 @@ class ChangedGroups:
         like = torch.empty(2, 2, device="meta")
         names = set(elementwise_state(self._rule, group, like, like.shape))
         return names | (set(matrix_state(self._rule, group, (1, 2, 2), like)) if group["kind"] == "matrix" else set())
+
+
+class KnownParameters:
+    """What plans and state are made for: the parameter of each name, its whole shape, and the dtype of its state."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[Any, tuple[int, ...], torch.dtype]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:  # a copy of an optimizer has other parameters
+        return {"_known": {name: (type(None), *form) for name, (_, *form) in self._known.items()}}
+
+    def note(self, groups: Sequence[Group]) -> None:
+        """Takes the parameters of groups as they are."""
+        pairs = [pair for group in groups for pair in zip(group["param_names"], group["params"])]
+        self._known |= {name: (ref(param), *_form(param)) for name, param in pairs}
+
+    def changed(self, groups: Sequence[Group], refused: str = "") -> set[str]:
+        """Names of the parameters that state does not fit any more. A wrapper may put others in place, of the same shape.
+
+        Args:
+            refused: ``"all"`` changes are refused, or those of the shape of ``"matrices"``.
+
+        Raises:
+            UnsupportedLayoutError: lists of a group were edited, a gradient has another shape, or a change is refused.
+            ValueError: a parameter has a dtype that cannot be stepped.
+        """
+        names, changed = {id(known[0]()): name for name, known in self._known.items()}, set()
+        for group in groups:
+            sizes = {key: len(group[key]) for key in BY_PARAMETER if key in group}
+            for name, p in zip_longest(group["param_names"], group["params"]):
+                if len({*sizes.values()}) > 1 or names.get(id(p), name) != name:
+                    raise UnsupportedLayoutError(
+                        f"the lists of group {group['name']!r} were edited in place ({sizes}, {names.get(id(p))} at {name}): "
+                        "use optimizer.add_param_group({'params': [(name, parameter)]}), or optimizer.refresh_parameters() "
+                        "when the model has changed. If DeepSpeed did it, import hf_emopt before deepspeed.initialize"
+                    )
+                check_dtype(name, p)
+                now, was = _form(p), self._known.get(name, (None, *_form(p)))[1:]
+                resized = group["kind"] == "matrix" and was[0] != now[0]
+                if was != now and (refused == "all" or (refused and resized)):
+                    raise UnsupportedLayoutError(
+                        f"{name} was {was[0]} with state in {was[1]} and is {now[0]} with {now[1]}: after such a change call "
+                        "optimizer.refresh_parameters(), which starts its state anew and keeps all other, or build a new "
+                        "optimizer. Where FSDP1 has flattened it, use FSDP2"
+                    )
+                if p.grad is not None and (p.grad.shape, p.grad.device) != (p.shape, p.device):
+                    raise UnsupportedLayoutError(
+                        f"{name} is {tuple(p.shape)} on {p.device}, its gradient {tuple(p.grad.shape)} on {p.grad.device}: "
+                        "call zero_grad() when you have put another tensor into .data"
+                    )
+                changed |= {name} if was != now else set()
+        return changed
+
+
+def _form(param: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
+    return param.full_shape if isinstance(param, Partition) else global_shape(param), state_dtype(param)
 
 
 def _values(group: Group) -> dict[str, Any]:

@@ -255,7 +255,7 @@ def describe_torch_group(group: Group) -> str:
     return f"{group['name']}: {size}, lr {float(group['lr']):g}, weight decay {group['weight_decay']:g}"
 
 
-_BY_PARAMETER = ("params", "param_names", "units", "adapters")
+BY_PARAMETER = ("params", "param_names", "units", "adapters")
 """Keys of a group that have an entry for each parameter."""
 
 
@@ -265,7 +265,7 @@ def keep_parameters(groups: Sequence[Group], kept: set[int]) -> list[str]:
     for group in groups:
         stay = [index for index, param in enumerate(group["params"]) if id(param) in kept]
         dropped += [name for index, name in enumerate(group["param_names"]) if index not in stay]
-        for key in _BY_PARAMETER:
+        for key in BY_PARAMETER:
             if key in group:
                 group[key] = [group[key][index] for index in stay]
     return dropped
@@ -290,7 +290,7 @@ def take_in(groups: Sequence[Group], built: Sequence[Group], known: set[int]) ->
             continue
         added += [group["params"][index][0] for index in fresh]
         part = dict(group)
-        for key in _BY_PARAMETER:
+        for key in BY_PARAMETER:
             if key in part:
                 part[key] = [part[key][index] for index in fresh]
         target = live.get(group["name"])

@@ -54,8 +54,7 @@ def validate_group(group: Group, rule: MatrixRule, groups: Sequence[Group], defa
         group.setdefault("rounding_seed", 0)  # from the start: torch.distributed.checkpoint knows live keys only
     check_choice(group, "low_precision_weights", LOW_PRECISION_WEIGHTS)
     for name, param in group["params"]:
-        if not param.dtype.is_floating_point:
-            raise ValueError(f"{name} has dtype {param.dtype}; only real floating-point parameters can be trained")
+        check_dtype(name, param)
         if group["low_precision_weights"] == "stochastic" and param.dtype is torch.float16:
             raise ValueError(
                 f"{name} is float16, and low_precision_weights='stochastic' rounds to bfloat16; use 'split'"
@@ -71,6 +70,15 @@ def validate_group(group: Group, rule: MatrixRule, groups: Sequence[Group], defa
         group.setdefault("peak_lr", float(group["lr"]))
     else:
         validate_adamw(group)
+
+
+def check_dtype(name: str, param: Tensor) -> None:
+    """Raises ``ValueError`` for a parameter whose numbers cannot be stepped."""
+    if param.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(
+            f"{name} has dtype {param.dtype}; only real floating-point parameters of 16 to 64 bits can be trained: freeze it "
+            "(requires_grad=False) or convert it, for example to bfloat16"
+        )
 
 
 def offload_place(place: OffloadState | None) -> OffloadState | None:
