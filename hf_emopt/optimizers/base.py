@@ -698,7 +698,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         # Where ranks share parameters, each takes its own part of the state, and no more, to its device.
         shared = any(grid.world_size > 1 for grid in self._grids().values())
         there = {name: {} for name in by_name} if shared else by_name
-        self.__setstate__(loaded_state(self.param_groups, there, groups, self.offload_state is not None))
+        self.__setstate__(loaded_state(self.rule, self.param_groups, there, groups, self.offload_state is not None))
         if any(by_name.values()):  # a context knows whose state it is when parameters are replaced later
             context = self.current_context()
             if shared:
@@ -711,7 +711,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         if found.has_state:
             check_owned_runs(found.owned, owned_runs(self._new_plan(found.cost_snapshot), self._grids()))
         self._forget_plan()
-        state = loaded_state(self.param_groups, found.by_name, found.groups, self.offload_state is not None)
+        state = loaded_state(self.rule, self.param_groups, found.by_name, found.groups, self.offload_state is not None)
         self.__setstate__(state)
         self._cost_snapshot = found.cost_snapshot
 

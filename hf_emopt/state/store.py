@@ -28,6 +28,7 @@ from hf_emopt.formats.moments import unpacked, update_packed
 from hf_emopt.rules.base import Group, MatrixRule
 from hf_emopt.state.forms import (
     elementwise_state,
+    is_foreign,
     is_offloadable,
     is_weight_state,
     laid_out,
@@ -144,9 +145,11 @@ class StateStore:
         """Puts all state where it lies between steps; for state that came from elsewhere."""
         if self.offload is None:
             return
-        for param, state in self.state.items():
-            for key, value in state.items():
-                state[key] = self.host_copy(key, value, compute_device(param) if "." in key else param.device)
+        for group, params in zip(self._groups, self._params):
+            for param in params:
+                state = self.state.get(param, {})
+                for key in [key for key in state if not is_foreign(self._rule, group, key)]:
+                    state[key] = self.host_copy(key, state[key], compute_device(param) if "." in key else param.device)
 
     def kept_device(self, param: Tensor, key: str) -> torch.device:
         """Where an entry of a parameter's elementwise state lies between steps."""
@@ -250,10 +253,15 @@ class StateStore:
         known = self._local.get(id(param))  # not that of the state: of one that was replaced entries would stay
         if known is not None and tuple(map(id, known[0])) == tuple(map(id, entries)):
             return known[1]
-        local = {key: local_tensor(value) for key, value in state.items() if "." not in key}
+        local = self._own_local(state, self._groups[bucket.group])
         # The entries are kept, so that no other tensor gets their identity.
         self._local[id(param)] = entries, local
         return local
+
+    def _own_local(self, state: State, group: Group) -> State:
+        """This rank's part of elementwise state, without what other tools keep there."""
+        own = [key for key in state if "." not in key and not is_foreign(self._rule, group, key)]
+        return {key: local_tensor(state[key]) for key in own}
 
     def owned(self, bucket: Bucket, i: int) -> list[OwnedRegion] | None:
         """This rank's owned regions of a parameter whose state lies with owners; ``None`` where it lies as the parameter
@@ -294,7 +302,7 @@ class StateStore:
         known = self._own.get(key)
         if known is None or not known.is_current(self.state, params):
             states = [self.ready(p, group) for p in params]
-            local = {i: {k: local_tensor(v) for k, v in state.items()} for i, state in enumerate(states)}
+            local = {i: self._own_local(state, group) for i, state in enumerate(states)}
             known = self._own[key] = StateSnapshot(list(params), states, local)
         return [{**state} for state in known.local.values()]
 
