@@ -21,15 +21,7 @@ from hf_emopt.distributed.plan import Bucket, OwnedRegion
 from hf_emopt.engine.context import StepContext
 from hf_emopt.formats.moments import is_scale
 from hf_emopt.rules.base import Group
-from hf_emopt.state.forms import (
-    copied,
-    elementwise_state,
-    is_foreign,
-    laid_out,
-    matrix_state,
-    part_of,
-    shape_of_entry,
-)
+from hf_emopt.state.forms import copied, elementwise_state, is_foreign, laid_out, matrix_state, part_of, shape_of_entry
 from hf_emopt.state.keys import is_count, is_shaped
 
 State = dict[str, Any]
@@ -120,8 +112,8 @@ def gathered(context: StepContext, keep: bool = True) -> dict[str, State]:
 
 def _foreign(context: StepContext, bucket: Bucket, i: int) -> State:
     """What other tools keep of a parameter, as this rank has it, on the host."""
-    group, state = context.groups[bucket.group], context.store.of(bucket, i)
-    return {k: copied(v, torch.device("cpu")) for k, v in state.items() if is_foreign(context.rule, group, k)}
+    rule, group, host = context.rule, context.groups[bucket.group], torch.device("cpu")
+    return {k: copied(v, host) for k, v in context.store.of(bucket, i).items() if is_foreign(rule, group, k)}
 
 
 def _whole_shaped(context: StepContext, bucket: Bucket, i: int, keep: bool) -> State:

@@ -189,11 +189,7 @@ def _check_shapes(name: str, param: Tensor, entry: dict[str, Any]) -> None:
 
 
 def loaded_state(
-    rule: MatrixRule,
-    groups: Sequence[Group],
-    by_name: dict[str, dict[str, Any]],
-    saved_groups: Sequence[Group],
-    offloads: bool,
+    rule: MatrixRule, groups: Sequence[Group], by_name: dict[str, Any], saved_groups: Sequence[Group], offloads: bool
 ) -> dict[str, Any]:
     """What ``Optimizer.__setstate__`` takes: the state of :func:`matched`, and groups with the checkpoint's hyperparameters.
 

@@ -40,8 +40,8 @@ class GradientComparison:
         grads = [local_gradient(param) for _, param in members]
         spread, norms = fingerprints([torch.zeros(()) if grad is None else grad for grad in grads], group)
         apart = (spread > TOLERANCE * norms + NEGLIGIBLE * norms.amax()) & ok.to(norms.device)
-        self._names, self._apart, self._arrived = [name for name, _ in members], apart, None
-        self._step = self.due = step
+        self._step, self._names, self._apart, self._arrived = step, [name for name, _ in members], apart, None
+        self.due = step
         if apart.device.type != "cpu":
             self._arrived, self.due = torch.Event(apart.device), step + 2
             self._apart = torch.empty_like(apart, device="cpu", pin_memory=True).copy_(apart, non_blocking=True)

@@ -142,8 +142,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._choices: list[Choice] = []
         self.skip_nonfinite = skip_nonfinite
         self.transport_dtype = transport_name(transport_dtype)
-        self.overlap_param_gather = overlap_param_gather
-        self.average_gradients = average_gradients
+        self.overlap_param_gather, self.average_gradients = overlap_param_gather, average_gradients
         self.process_group = checked_process_group(process_group)
         self.offload_state = offload_place(offload_state)
         if overlap_param_gather and not isinstance(params, nn.Module):

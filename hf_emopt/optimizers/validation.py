@@ -79,18 +79,17 @@ def offload_place(place: OffloadState | None) -> OffloadState | None:
 
 
 def check_average(process_group: ProcessGroupArgument, groups: Sequence[Group]) -> None:
-    """Refuses ``average_gradients`` where there is nothing to average, or somebody else does."""
+    """Refuses ``average_gradients`` where there is nothing to average, or a wrapper reduces gradients."""
     if process_group == "self":
         raise ValueError(
-            "average_gradients=True averages over the ranks that hold copies of a model, and process_group='self' says that "
-            "there are none: leave out one of them"
+            "average_gradients=True averages over copies of a model, and process_group='self' has none: drop one"
         )
-    for name, param in ((n, p) for group in groups for n, p in zip(group["param_names"], group["params"])):
-        if is_sharded(param):
-            raise UnsupportedLayoutError(
-                f"average_gradients=True is for parameters that ranks hold whole, and {name} is a DTensor (FSDP2, HSDP, "
-                "tensor parallelism) or DeepSpeed's, whose gradients come reduced: leave it out"
-            )
+    sharded = [n for group in groups for n, p in zip(group["param_names"], group["params"]) if is_sharded(p)]
+    if sharded:
+        raise UnsupportedLayoutError(
+            f"average_gradients=True is for parameters that ranks hold whole, and {sharded[0]} is a DTensor (FSDP2, HSDP, "
+            "tensor parallelism) or DeepSpeed's, whose gradients come reduced: leave it out"
+        )
 
 
 def checked_process_group(group: ProcessGroupArgument) -> ProcessGroupArgument:
