@@ -42,7 +42,7 @@ from torch.distributed.tensor import DTensor
 
 import hf_emopt
 from hf_emopt.optimizers.base import MatrixOptimizer
-from hf_emopt.state.offload import room_in_buckets
+from hf_emopt.state.offload import budget_in_buckets
 from hf_emopt.tools.bench.step import process_group, refresh_schedule
 from hf_emopt.tools.bench.step_models import MODELS, build_model, lay_out
 from hf_emopt.tools.estimate import estimate
@@ -226,7 +226,7 @@ def timed(variant: str, options: argparse.Namespace, device: torch.device) -> di
             "ready_bytes": offload.ready_bytes, "left_now": offload.resident_bytes,
             "ahead": offload.fetched_ahead, "late": offload.fetched_late,
         }  # fmt: skip
-        assert offload.peak_bytes <= room_in_buckets() * offload.largest_bytes
+        assert offload.peak_bytes <= budget_in_buckets() * offload.largest_bytes
         assert offload.resident_bytes <= offload.left_bytes <= offload.largest_bytes
     if options.profile and device.type == "cuda":
         row["profile"] = profiled(passes, update, device)

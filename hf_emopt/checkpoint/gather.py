@@ -49,7 +49,7 @@ def materialize(context: StepContext) -> None:
             for i in range(len(bucket.parameters)):
                 state = context.store.of(bucket, i)
                 if plan is context.plan and context.rule.scheduled:
-                    state.setdefault("rounds", torch.zeros((), dtype=torch.int64))
+                    state.setdefault("rounds", torch.zeros((), dtype=torch.int64, device="cpu"))
             if plan is context.plan:
                 for b, batch in enumerate(context.batches(index, bucket)):
                     context.store.of_batch((index, b), bucket, batch, group)
@@ -57,7 +57,7 @@ def materialize(context: StepContext) -> None:
                 for i in range(len(bucket.parameters)):
                     state = context.store.of(bucket, i)
                     for key in _start(context, bucket, i, _meta(context.parameter(bucket, i))):
-                        state.setdefault(key, torch.empty(0))
+                        state.setdefault(key, torch.empty(0, dtype=torch.float32, device="cpu"))
     planned = {name for _, _, name in _planned(context)}
     for group, params in zip(context.groups, context.params):
         for name, param in zip(group["param_names"], params):

@@ -104,9 +104,9 @@ def emitted(
         if unready:
             raise RuntimeError(
                 "the optimizer's state lies with the owners of its matrices, on several ranks: call "
-                "optimizer.consolidate_state_dict() on all ranks first (Trainer and hf_emopt.Accelerator do), then "
-                "state_dict() on rank 0; or consolidate_state_dict(to=None) for state_dict() on every rank, which "
-                "torch.distributed.checkpoint needs"
+                "optimizer.consolidate_state_dict() on all ranks first (Trainer and accelerator.save_state() do; an "
+                "AcceleratedOptimizer has ours as its .optimizer), then state_dict() on rank 0; or "
+                "consolidate_state_dict(to=None) for state_dict() on every rank, which torch.distributed.checkpoint needs"
             )
         context.open_ranks()
         whole = {**fresh(context), **sharded_matrix_state(context)}

@@ -102,8 +102,8 @@ def _fingerprint(tensor: Tensor) -> Tensor:
     # Weights are products of two short vectors, so that the largest parameter needs no other as long.
     cols = max(1, math.isqrt(flat.numel()))
     rows = flat.numel() // cols
-    across = torch.arange(cols, device=flat.device).mul(0.7).add(0.3).cos()
-    down = torch.arange(rows + 1, device=flat.device).mul(1.3).add(0.1).cos()
+    across = torch.arange(cols, dtype=flat.dtype, device=flat.device).mul(0.7).add(0.3).cos()
+    down = torch.arange(rows + 1, dtype=flat.dtype, device=flat.device).mul(1.3).add(0.1).cos()
     rest = flat[rows * cols :]
     total = down[:rows] @ (flat[: rows * cols].view(rows, cols) @ across) + down[rows] * (rest @ across[: rest.numel()])
     return torch.stack([torch.linalg.vector_norm(flat), total])

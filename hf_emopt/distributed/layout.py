@@ -307,7 +307,7 @@ def _regions(
     shape: tuple[int, ...], placements: tuple[Any, ...], sizes: tuple[int, ...], where: tuple[int, ...]
 ) -> tuple[Region, ...]:
     """What the rank at a mesh coordinate holds: DTensor's own cutting, done to the indices of each dimension."""
-    indices = [torch.arange(size) for size in shape]
+    indices = [torch.arange(size, device="cpu") for size in shape]
     for mesh_dim, placement in enumerate(placements):
         if type(placement) is Replicate or sizes[mesh_dim] == 1:
             continue

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_emopt.distributed.first_step_checks import control_device, verify_plan, verify_replicas, warm_up
-from hf_emopt.distributed.layout import Grid, UnsupportedLayoutError, local_tensor, local_tensors
+from hf_emopt.distributed.layout import Grid, Partition, UnsupportedLayoutError, local_tensor, local_tensors
 from hf_emopt.distributed.plan import Bucket, Plan
 from hf_emopt.distributed.replica_gradients import Copies, GradientComparison
 from hf_emopt.kernels.multi_tensor import all_finite, fits, kernels_run_on
@@ -48,7 +48,7 @@ class GradientCheck:
 
 
 def check_gradients(groups: Sequence[dict[str, Any]], checks_finite: bool = True) -> GradientCheck:
-    """Reads which parameters have a gradient, and begins to check the numbers on their devices.
+    """Reads which parameters have a gradient and are not frozen, and begins to check the numbers on their devices.
 
     Args:
         groups: parameter groups of the optimizer.
@@ -61,7 +61,8 @@ def check_gradients(groups: Sequence[dict[str, Any]], checks_finite: bool = True
         (name, grad)
         for group in groups
         for name, param in zip(group["param_names"], group["params"])
-        if (grad := param.grad) is not None
+        # A frozen parameter may have the zeros of zero_grad(set_to_none=False); a part of a flat tensor never requires one.
+        if (grad := param.grad) is not None and (param.requires_grad or isinstance(param, Partition))
     ]
     present = frozenset([name for name, _ in given])
     grads = local_tensors([grad for _, grad in given])
@@ -113,7 +114,10 @@ class StepVerdict:
         if device not in self._by_device:
             # A copy to the host must have arrived before it is read.
             ok = None if self.ok is None else self.ok.to(device, non_blocking=device.type != "cpu")
-            self._by_device[device] = ok, torch.ones((), device=device) if ok is None else ok.float()
+            self._by_device[device] = (
+                ok,
+                torch.ones((), dtype=torch.float32, device=device) if ok is None else ok.float(),
+            )
         return self._by_device[device]
 
     def members(self, bucket: Bucket) -> tuple[int, ...]:
@@ -190,7 +194,7 @@ class ConsensusGroup:
         """
         has = [name not in missing for name in self.names]
         rows = [[False, *has], [False, *(not h for h in has)]]
-        return torch.tensor(rows, dtype=torch.uint8).to(self.device)
+        return torch.tensor(rows, dtype=torch.uint8, device=self.device)
 
 
 class RankGroups:

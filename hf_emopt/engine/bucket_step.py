@@ -1,11 +1,11 @@
 """The step of a bucket of matrices: accumulate where the gradient is, transform on the owner, apply where the parameter is.
 
-The step is a generator. It yields where a collective has begun that other buckets' mathematics can hide;
-:func:`~hf_emopt.engine.pipeline.pipeline` goes on with those, in the same order on every rank.
+The step is a generator. It yields after it has begun a collective, and :func:`~hf_emopt.engine.pipeline.pipeline` goes on
+with the mathematics of other buckets, in the same order on every rank.
 
-An elementwise phase runs as one launch over all tensors of the bucket where kernels run, else by the rule's own
-functions. Both do the same sums, to the rounding of float32. A launch writes the momentum straight to the buffer of the
-exchange or the stack of matrices, and reads updates from where they arrived.
+An elementwise phase (accumulate, apply) has two ways. Where kernels run, one launch covers all tensors of the bucket: it
+writes transform inputs straight into the buffer of the exchange or into the stacks of matrices, and reads updates where they
+arrived. Elsewhere the rule's own functions run on lists of tensors. Both do the same sums, to the rounding of float32.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -40,15 +41,15 @@ class BucketStep:
 
     Args:
         step: the step.
-        members: who takes part.
+        members: the parameters of the bucket that have a gradient.
 
     Attributes:
-        group: hyperparameters as they are applied.
-        ok: scalar bool on the device: the step counts; ``None`` where nothing can make it fail.
+        group: hyperparameters of this step; ``apply_group`` those of the last phase.
+        ok: scalar bool on the device: the step counts; ``None`` where it always does.
         states: state of all present parameters, as ``optimizer.state`` has it.
-        slices: what this rank accumulates: its shard of each present parameter, or its owned regions.
-        scales: for each owned region, the factor that its update is still to be multiplied by.
-        param_steps: steps that each present parameter took part in, this one counted; ones without a schedule.
+        slices: the param slices that this rank accumulates: its shard of each present parameter, or its owned regions.
+        scales: for each owned region, the factor that its update does not contain yet.
+        param_steps: of each present parameter, this step included; ones for a rule without a schedule.
     """
 
     def __init__(self, step: Step, members: BucketMembers) -> None:
@@ -65,7 +66,7 @@ class BucketStep:
         self._copies: list[ParamSlice] = []
 
     def run(self) -> Task:
-        """The three phases."""
+        """The three phases. Parameters that their wrapper keeps on the host are fetched before and stored after them."""
         members, store = self.members, self.context.store
         known = store.of_bucket(members.index, members.bucket, members.present)
         self.states, self._kept = known.states, known.local
@@ -73,10 +74,10 @@ class BucketStep:
         if self.rule.scheduled:
             for state in self.states:
                 if "rounds" not in state:  # counted on the host
-                    state["rounds"] = torch.zeros((), dtype=torch.int64)
+                    state["rounds"] = torch.zeros((), dtype=torch.int64, device="cpu")
                 state["rounds"].add_(1)
             self.param_steps = [int(state["rounds"]) for state in self.states]
-        # Whether the state of slices, and that of matrices, is computed with as it is kept.
+        # Whether the phases use the state of slices, and that of matrices, as it is kept.
         self._direct = store.is_direct(self.group, members.on_host)
         self._matrix_direct = self._direct and store.offload is None
         if members.on_host:
@@ -97,10 +98,10 @@ class BucketStep:
     # ------------------------------------------------------------------ accumulate: where the gradient is
 
     def accumulate(self) -> tuple[Arrival, ...]:
-        """Takes gradients into the momentum, and starts to bring the transform's inputs to the owners.
+        """Updates the momentum with the gradients, and sends the transform inputs to the owners.
 
         Returns:
-            What is on its way; nothing where this rank has whole matrices already.
+            The transform inputs on their way here; none where this rank has whole matrices already.
         """
         members = self.members
         arrivals: tuple[Arrival, ...] = ()
@@ -124,7 +125,7 @@ class BucketStep:
         return exchange.storage_to_compute(self._accumulated())
 
     def _stack_locally(self, states: dict[int, State]) -> None:
-        """Accumulates straight into stacks of whole matrices, where one launch can, else by way of the rule's function."""
+        """Makes the stacks of a rank that has whole matrices: in one launch where that is possible, else by the rule."""
         members = self.members
         if members.kernels and self.slices:
             table = members.local_table([s.weight.shape for s in self.slices])
@@ -140,7 +141,7 @@ class BucketStep:
         self._stacked = [None if x is None else t for x, t in zip(stacked, self._own_memory(stacked, states))]
 
     def _accumulated(self) -> list[Tensor]:
-        """The transform's input of each slice, by the rule's own function."""
+        """The transform input of each slice, by the rule's own function."""
         slices = self.slices
         if not slices:
             return []
@@ -149,7 +150,7 @@ class BucketStep:
         )
 
     def _fits_one_launch(self) -> bool:
-        """Whether :meth:`_accumulate_into` can do it, if its targets are contiguous and of one dtype."""
+        """Whether the rule and the slices allow :meth:`_accumulate_into`."""
         if not self.slices or not fits([s.grad for s in self.slices], self.members.device):
             return False
         if self.rule.passes_gradients(self.group):
@@ -160,7 +161,7 @@ class BucketStep:
         return buffers[0].dtype is torch.float32 and fits(buffers, self.members.device)
 
     def _accumulate_into(self, table: MultiTensorTable, targets: Sequence[Tensor]) -> bool:
-        """Accumulates in one launch, with the result on the right of the table; ``False`` where targets do not fit."""
+        """Accumulates in one launch into the right list of a table; ``False``, and nothing done, where targets do not fit."""
         if not fits(targets, self.members.device):
             return False
         grads = [s.grad for s in self.slices]
@@ -175,12 +176,12 @@ class BucketStep:
     # ------------------------------------------------------------------ transform: whole matrices, on the owner
 
     def transform(self, arrivals: tuple[Arrival, ...]) -> list[Tensor]:
-        """The update of each owned region, or of ``members.stacks`` where there are such; still to be scaled."""
+        """The update of each owned region, or each stack of ``members.stacks``, without its factor in :attr:`scales`."""
         updates = self._transform(arrivals)
         if self.observer is not None:
             self.observer.transformed(self, updates)
         steps = [state["step"] for state in self.states]
-        # A list, since adding one tensor to many makes torch wait for the device to read it.
+        # A list of operands: torch reads a single one on the host, which waits for the device.
         torch._foreach_add_(steps, [self.step.verdict.on(steps[0].device)[1]] * len(steps))
         return updates
 
@@ -201,7 +202,7 @@ class BucketStep:
             if group["state_dtype"] != "float32" and self.rule.to_retry(key):
                 context.finish_batch(
                     key, storage
-                )  # which writes to other moments than this step, and in a skipped one too
+                )  # it writes other moments than this step, also if this step is skipped
             out, scale = self._transform_batch(b, x, storage)
             jobs = members.jobs[b]
             if stacks is not None:
@@ -220,9 +221,9 @@ class BucketStep:
         return updates  # type: ignore[return-value]
 
     def _transform_batch(self, b: int, x: Tensor, storage: State) -> tuple[Tensor, float]:
-        """The update of a batch, and what it is still to be multiplied by.
+        """The update of a batch ``x`` ``(B, m, n)``, and the factor that it does not contain.
 
-        The rule sees the state of the matrices that take part: all of the batch's, or a copy of some rows.
+        The rule sees the state of the matrices that take part: that of the whole batch, or a copy of some rows.
         """
         members, key = self.members, (self.members.index, b)
         with nullcontext((storage,)) if self._matrix_direct else self._swapped_in_batch(b, x, storage) as (state,):
@@ -232,7 +233,7 @@ class BucketStep:
                 rows = {name: members.rows(b, value.device) for name, value in state.items()}
                 matrix_state = {name: value[rows[name]] for name, value in state.items()}
             out, scale = self._call_rule(b, x, matrix_state)
-            if members.kernels:  # tall matrices may come out transposed, and the next pass reads along memory
+            if members.kernels:  # tall matrices may come out transposed, and the next launch reads along memory
                 out = out.contiguous()
             for name, index in rows.items():
                 state[name][index] = matrix_state[name]
@@ -243,14 +244,10 @@ class BucketStep:
     def _swapped_in_batch(self, b: int, x: Tensor, storage: State) -> AbstractContextManager[list[State]]:
         members, group = self.members, self.group
         packed = group["state_dtype"] != "float32"
-        request = SwapIn(
-            ("units", (members.index, b)),
-            x.device,
-            torch.promote_types(x.dtype, torch.float32),
-            ok=self.ok,
-            noise=moment_noise(members.index, group, x.device, members.grid.shard, 1 + b),
-            rows=members.rows(b, x.device) if packed and not members.complete else None,
-        )
+        key, dtype = ("units", (members.index, b)), torch.promote_types(x.dtype, torch.float32)
+        noise = moment_noise(members.index, group, x.device, members.grid.shard, 1 + b)
+        rows = members.rows(b, x.device) if packed and not members.complete else None
+        request = SwapIn(key, x.device, dtype, ok=self.ok, noise=noise, rows=rows)
         return self.context.store.swapped_in([storage], group, request)
 
     def _call_rule(self, b: int, x: Tensor, matrix_state: State) -> tuple[Tensor, float]:
@@ -271,12 +268,12 @@ class BucketStep:
             out = rule.transform_shard(x, matrix_state, group, ok, clock, shard)
         if counted:
             self.context.counts["transforms"] += x.shape[0]
-        # The result is scaled in place later: it must not be the rule's own state, or the input it was given.
+        # A later phase scales the result in place: it must not share memory with the rule's state or its input.
         taken = {t.untyped_storage().data_ptr() for t in (x, *matrix_state.values())}
         return (out.clone() if out.untyped_storage().data_ptr() in taken else out), scale
 
     def _clock(self, b: int) -> RefreshClock:
-        """What time it is for each matrix of a batch that takes part."""
+        """The refresh clock of the matrices of a batch that take part."""
         members, schedule = self.members, self.context.schedule
         parameters, known, refresh_steps = members.clock_parts[b]
         if known is not schedule.steps:
@@ -288,17 +285,17 @@ class BucketStep:
     # ------------------------------------------------------------------ stacks of matrices
 
     def _defers_scale(self, b: int) -> bool:
-        """Whether the updates of a batch leave the transform without their scale, for the next pass to multiply by."""
+        """Whether the updates of a batch leave the transform without their scale, which the next launch multiplies."""
         members = self.members
         return members.whole[b] and members.batches[b].slicing is None and self.rule.defers_scale(self.group)
 
     def _empty_stacks(self, dtype: torch.dtype, arriving: torch.dtype | None = None) -> list[Tensor]:
-        """Tensors to be filled with the transform's inputs: the members' stacks; where there are none, a tensor for each
-        owned region, which is a part of a batch where the batch has whole regions.
+        """Empty tensors for the transform inputs: the stacks of ``members.stacks``; without those a tensor for each owned
+        region, which is a part of the batch's stack where the batch has whole regions.
 
         Args:
             dtype: of the tensors.
-            arriving: communication dtype. Tensors have it where the rule reads 16-bit numbers.
+            arriving: communication dtype. Tensors have it instead where the rule reads 16-bit numbers.
         """
         members, device = self.members, self.members.device
         if arriving is not None and members.kernels and all(map(self._defers_scale, range(len(members.batches)))):
@@ -321,14 +318,12 @@ class BucketStep:
         return targets if members.stacks is None else [stack for stack in self._stacked if stack is not None]
 
     def _fill_stacks(self, targets: Sequence[Tensor]) -> None:
-        """Makes the stacks that are no parts of the targets."""
+        """Makes the stacks that do not contain the targets of :meth:`_empty_stacks`."""
         if self.members.stacks is None and targets:
-            self._stacked = [
-                self._stack(b, targets) if stack is None else stack for b, stack in enumerate(self._stacked)
-            ]
+            self._stacked = [self._stack(b, targets) if x is None else x for b, x in enumerate(self._stacked)]
 
     def _stack(self, b: int, inputs: Sequence[Tensor]) -> Tensor | None:
-        """``(B, m, n)`` of a batch from its owned regions; ``None`` where none of it takes part."""
+        """The stack ``(B, m, n)`` of a batch from its owned regions; ``None`` where no matrix of it takes part."""
         members, jobs = self.members, self.members.jobs[b]
         if not jobs:
             return None
@@ -341,22 +336,19 @@ class BucketStep:
     # ------------------------------------------------------------------ apply: where the parameter is
 
     def apply(self, updates: list[Tensor]) -> Task:
-        """Returns the updates to where the weights are, and steps the weights."""
+        """Sends the updates back to where the weights are, and steps the weights."""
         members, exchange, slices = self.members, self.exchange, self.slices
         warmup = self.rule.warmup_steps(self.group) if self.rule.scheduled else 0  # steps in which no weight moves
         moving = [k for k, now in enumerate(self.param_steps) if now > warmup]
+        all_move = len(moving) == len(members.present)
         if exchange is None:
             table = members.local_table([s.weight.shape for s in slices]) if members.kernels and slices else None
-            if not (
-                len(moving) == len(members.present) and self._apply_in_one_launch(table, slices, updates, self.scales)
-            ):
+            if not (all_move and self._apply_in_one_launch(table, slices, updates, self.scales)):
                 scaled = self._scaled(updates)
                 with self._with_weight_state(slices) as complete:
                     self._apply([complete[k] for k in moving], [scaled[k] for k in moving])
             return
-        if (
-            members.low_precision and not members.sharded
-        ):  # what 16 bits cannot hold stays with the owner, so weights travel
+        if members.low_precision and not members.sharded:  # owners keep the low bits, so weights travel and not updates
             awake = set(moving)
             applied = [k for k, s in enumerate(members.owned) if members.row[s.parameter] in awake]
             scaled = self._scaled(updates)
@@ -376,7 +368,7 @@ class BucketStep:
             slices = [ParamSlice(local, local, {}) for local in local_tensors(members.params)]
         weights = [s.weight for s in slices]
         with nullcontext() if apply_stream is None else apply_stream.waiting_for(arrival):
-            if members.kernels and len(moving) == len(members.present):
+            if members.kernels and all_move:
                 table = exchange.table("unpacked", weights)
                 if self._apply_in_one_launch(table, slices, [arrival.wait()], None):
                     return
@@ -405,7 +397,7 @@ class BucketStep:
         updates: Sequence[Tensor],
         scales: Sequence[float] | None,
     ) -> bool:
-        """Steps float32 weights (left) by updates (right); ``False``, and nothing done, where that is not possible."""
+        """Steps float32 weights (left list) by updates (right list); ``False``, and nothing done, where it is impossible."""
         group, lr, device = self.apply_group, self.apply_group["lr"], self.members.device
         if table is None or not slices or isinstance(lr, Tensor) or self.members.low_precision:
             return False
@@ -416,14 +408,15 @@ class BucketStep:
             return False
         if not (fits(weights, device) and fits(updates, device)):
             return False
-        cautious, after = group.get("cautious_weight_decay", False), group.get("decay_after", False)
-        table.apply(weights, updates, float(lr), float(shrink), self.ok, scales, cautious, after and not cautious)
+        after: Literal["before", "after"] = "after" if group.get("decay_after", False) else "before"
+        decay = "cautious" if group.get("cautious_weight_decay", False) else after
+        table.apply(weights, updates, float(lr), float(shrink), self.ok, scales, decay)
         return True
 
     # ------------------------------------------------------------------ slices of parameters and their state
 
     def _slices(self, states: dict[int, State]) -> list[ParamSlice]:
-        """Weights, gradients and the given states of what this rank accumulates."""
+        """Weights and gradients of the param slices that this rank accumulates, with the given states."""
         members = self.members
         if self._copies:
             return [ParamSlice(s.weight, s.grad, states[i]) for s, i in zip(self._copies, members.present)]
@@ -436,15 +429,9 @@ class BucketStep:
     def _swapped_in(self, name: str, wanted: Callable[[str], bool]) -> Iterator[dict[int, State]]:
         members, group = self.members, self.group
         kept = self._kept if members.sharded else {s.parameter: self._kept[s.parameter] for s in members.owned}
-        request = SwapIn(
-            (name, members.index),
-            members.device,
-            members.dtype,
-            wanted,
-            self.ok,
-            moment_noise(members.index, group, members.device, members.grid.shard),
-            on_device=members.on_host,
-        )
+        noise = moment_noise(members.index, group, members.device, members.grid.shard)
+        key = (name, members.index)
+        request = SwapIn(key, members.device, members.dtype, wanted, self.ok, noise, on_device=members.on_host)
         if not kept:
             yield kept
             return
@@ -461,11 +448,11 @@ class BucketStep:
             yield self._slices(states)
 
     def _with_weight_state(self, slices: Sequence[ParamSlice]) -> AbstractContextManager[Sequence[ParamSlice]]:
-        """The slices with what 16-bit weights cannot hold, for the phase that steps them; wide ones have no such state."""
+        """The slices with the low bits of 16-bit weights, for the phase that steps them; wide weights have none."""
         return self._with_low_bits() if self.members.low_precision else nullcontext(slices)
 
     def _own_memory(self, tensors: Sequence[Tensor | None], states: dict[int, State]) -> list[Tensor | None]:
-        """The same tensors, copied where their memory is swapped-in state, which others are given later."""
+        """The same tensors, copied where their memory is swapped-in state, which the next swap-in reuses."""
         if self.context.store.offload is None:
             return list(tensors)
         taken = {t.untyped_storage().data_ptr() for state in states.values() for t in state.values()}
@@ -491,7 +478,7 @@ def owned_slices(members: BucketMembers, states: dict[int, State]) -> list[Param
         offsets[owned_region.parameter] += length
         shaped = [key for key in state if is_shaped(key) and not is_scale(key)]
         mine = {key: state[key].narrow(owned_region.dim, start, length) for key in shaped}
-        # Each region counts for itself; only the first has the parameter's own count.
+        # Each region counts its steps; only the first one has the parameter's own count.
         mine["step"] = state["step"] if start == 0 else state["step"].clone()
         slices.append(ParamSlice(param[where], grad[where], mine))
     return slices
@@ -502,7 +489,7 @@ def all_gather_weights(step: Step, members: BucketMembers, exchange: Exchange, m
 
     Args:
         exchange: in the weights' own dtype.
-        mine: this rank's owned regions.
+        mine: weights of this rank's owned regions.
     """
     arrival = exchange.all_gather_replicas(exchange.compute_to_storage(mine))
     yield

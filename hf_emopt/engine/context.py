@@ -28,17 +28,17 @@ from hf_emopt.state.store import StateStore, SwapIn
 State = dict[str, Tensor]
 
 Task = Iterator[None]
-"""The step of a bucket. It yields where it has begun a collective and others could go on."""
+"""The step of a bucket. It yields after it has begun a collective, so that other steps go on."""
 
 MAX_KEPT = 1024
-"""Values that are kept for subsets of parameters: gradients that come and go make many subsets."""
+"""Number of kept values for subsets of parameters: gradients that come and go make many subsets."""
 
 
 class RefreshSchedule:
-    """When, within its period, each piece of a matrix's periodic work is due. Values of the host alone.
+    """The refresh step of each piece of a matrix's periodic work, known on the host.
 
     Args:
-        rule: its periods and costs count.
+        rule: gives periods and costs.
         groups: the optimizer's parameter groups.
         plan: of the matrices.
 
@@ -64,8 +64,8 @@ class RefreshSchedule:
 
 
 class ApplyStream:
-    """A stream on which updates of other ranks are waited for and applied, while the current stream goes on with the products
-    of other buckets. What is read there was queued before the collective that brings the updates.
+    """A stream that waits for the updates of other ranks and applies them, while the current stream goes on with the products
+    of other buckets. Everything that it reads was queued before the collective of the updates.
 
     Args:
         devices: the GPUs of the parameters.
@@ -73,34 +73,34 @@ class ApplyStream:
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self._devices = tuple(devices)
-        self._streams = SideStreams("landing")
+        self._streams = SideStreams("apply")
 
     def open(self) -> None:
-        """At the beginning of a step in which nobody reads weights before the end."""
+        """Begins a step in which nobody reads weights before the end."""
         for device in self._devices:
             self._streams.open(device)
 
     def waiting_for(self, arrival: Arrival) -> AbstractContextManager[None]:
-        """Inside, work is queued on the stream, where it is open and something is waited for."""
+        """Queues the work inside on the stream, if it is open and the arrival has collectives to wait for."""
         device = arrival.buffer.device
         if not arrival.works or not self._streams.is_open(device):
             return nullcontext()
         return self._streams.holding(device, (arrival.buffer, *arrival.keep))
 
     def wait(self) -> None:
-        """Makes the current streams wait for all that was queued here."""
+        """Makes the current streams wait for all work on the stream."""
         self._streams.wait()
 
     def close(self) -> None:
-        """At the end of a step: as :meth:`wait`, and nothing is queued here until the next one."""
+        """Ends a step: as :meth:`wait`, and the stream takes no work until :meth:`open`."""
         self._streams.join()
 
 
 @dataclass(frozen=True)
 class StepContext:
-    """The plans of one set of parameters and what is kept between steps to carry them out.
+    """The plans of one set of parameters, and everything that their steps share.
 
-    A context is made anew when parameters change identity, shape or layout.
+    Parameters that change identity, shape or layout get a new context.
 
     Attributes:
         rule: the update of a matrix.
@@ -111,10 +111,10 @@ class StepContext:
         ranks: process groups, grids and what ranks agree on.
         store: the optimizer state of this rank.
         schedule: when periodic work is due.
-        transport_dtype: of what travels, by name; ``None`` for the device's default.
+        transport_dtype: name of the communication dtype; ``None`` for the device's default.
         apply_stream: applies updates of other ranks; ``None`` where there are none, on a CPU, and with offloaded state.
-        copy_streams: to devices, for parameters that their wrapper keeps on the host.
-        members: what follows from which parameters of a bucket take part (``BucketMembers``).
+        copy_streams: by device, for parameters that their wrapper keeps on the host.
+        members: ``BucketMembers`` by bucket and the parameters that take part, and other values of the kind.
         counts: ``"transforms"``: matrices that this process has transformed under these plans.
     """
 
@@ -156,7 +156,7 @@ class StepContext:
         return self._batches[key]
 
     def keep_members(self, key: tuple[Any, ...], value: Any) -> Any:
-        """Keeps a value in :attr:`members`; all are dropped when there are too many."""
+        """Keeps a value in :attr:`members`; drops all when there are too many."""
         if len(self.members) > MAX_KEPT:
             if self.apply_stream is not None:
                 self.apply_stream.wait()  # it may still read tables of theirs
@@ -165,7 +165,7 @@ class StepContext:
         return value
 
     def copy_stream(self, device: torch.device) -> CopyStream:
-        """The way from the host to a device, for parameters that are offloaded by their wrapper."""
+        """The streams between host and device for parameters that their wrapper keeps on the host."""
         if device not in self.copy_streams:
             self.copy_streams[device] = copy_stream_to(device)
         return self.copy_streams[device]
@@ -173,11 +173,11 @@ class StepContext:
     # ------------------------------------------------------------------ between steps
 
     def open_ranks(self) -> None:
-        """What ranks do together before their first step; see :meth:`RankGroups.open`."""
+        """Makes process groups, which ranks do together before their first step; see :meth:`RankGroups.open`."""
         self.ranks.open((self.plan, self.aux_plan), self.named())
 
     def finish_pending(self) -> None:
-        """Finishes what the rule does behind a step, so that the state is what the last step left. No collective."""
+        """Finishes pending refreshes and copies, so that the state is that of the last step. No collective."""
         self.rule.join()
         for key, storage in self.store.by_batch.items():
             if self.rule.to_retry(key):
@@ -188,8 +188,8 @@ class StepContext:
     def finish_batch(self, key: tuple[int, int], storage: State) -> None:
         """As :meth:`finish_pending`, for one batch.
 
-        Moments are swapped in only where some are written to. Packed again they would not be the same, and a run must not
-        depend on who asks for its state.
+        Moments are swapped in only where some are written. Packing changes bits, and a run must not depend on who asks for
+        its state.
         """
         index, b = key
         bucket = self.plan.buckets[index]
@@ -210,18 +210,18 @@ class StepContext:
 
     @property
     def has_owned_state(self) -> bool:
-        """Whether a parameter that every rank holds whole has its state with owners."""
+        """Whether a parameter that every rank holds whole has state with its owners alone."""
         owners = any(self.store.has_owners(b) for plan in (self.plan, self.aux_plan) for b in plan.buckets)
         return owners and self.is_scattered
 
     @property
     def is_scattered(self) -> bool:
-        """Whether state of this rank is its own part of a whole that other ranks have parts of, DTensors apart."""
+        """Whether other ranks hold further parts of this rank's state, DTensors apart."""
         return self.ranks.world_size > 1 and any("step" in state for state in self.store.state.values())
 
 
 class StepObserver(Protocol):
-    """Measures a step while it runs. Buckets are handed over as they are (``BucketStep``)."""
+    """Measures a step while it runs; ``bucket_step`` is a ``BucketStep``."""
 
     stopwatch: Stopwatch
 
@@ -242,11 +242,11 @@ class Step:
     """One step.
 
     Attributes:
-        context: what the steps share.
-        verdict: what ranks agreed on.
-        groups: the parameter groups with hyperparameters as they are to be applied.
-        observer: measures the step; ``None`` for nobody.
-        undisturbed: nobody reads state or weights before the last bucket is through.
+        context: of the plans.
+        verdict: the agreement of the ranks.
+        groups: the parameter groups with the hyperparameters of this step.
+        observer: measures the step, if there is one.
+        undisturbed: nobody reads state or weights before the last bucket is done.
     """
 
     context: StepContext

@@ -39,7 +39,7 @@ class FetchedSlices:
     def __init__(self, copy_stream: CopyStream, host: Sequence[ParamSlice], keys: Sequence[Sequence[str]]) -> None:
         self._copy_stream, self._host, self._keys = copy_stream, host, keys
         tensors = [t for s, names in zip(host, keys, strict=True) for t in (s.grad, *_changed(s, names))]
-        copies, self._arrived = copy_stream.bring(tensors)
+        copies, self._arrived = copy_stream.copy_to_device(tensors)
         arriving = iter(copies)
         self._slices = []
         for s, names in zip(host, keys):
@@ -54,7 +54,7 @@ class FetchedSlices:
     def store(self) -> None:
         """Starts to copy weights and states back; called after the last write to them."""
         here = [t for s, names in zip(self._slices, self._keys) for t in _changed(s, names)]
-        left = self._copy_stream.take_away(
+        left = self._copy_stream.copy_to_host(
             here, [t for s, names in zip(self._host, self._keys) for t in _changed(s, names)]
         )
         self._copy_stream.release(left)

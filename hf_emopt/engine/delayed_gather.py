@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from hf_emopt.distributed.layout import UnsupportedLayoutError, is_sharded
+from hf_emopt.linalg.matmul_precision import plain_arithmetic
 
 Task = Iterator[None]
 
@@ -92,7 +92,7 @@ class DelayedUpdates:
         if self._outside:
             self.finish(self._outside)
 
-    @torch.no_grad()
+    @plain_arithmetic()
     def finish(self, parameters: frozenset[int] | None = None) -> None:
         """Finishes all tasks, or those that change one of the given parameters (by ``id``).
 

@@ -1,12 +1,11 @@
-"""All tasks of one step, and the pipeline that interleaves them so that each collective hides behind other buckets'
-mathematics."""
+"""The tasks of one step, and the pipeline that hides each collective behind the mathematics of other buckets."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from hf_emopt.distributed.plan import Bucket
+from hf_emopt.distributed.plan import Bucket, Plan
 from hf_emopt.engine.adamw_step import local_adamw_tasks, step_adamw_bucket
 from hf_emopt.engine.bucket_members import BucketMembers
 from hf_emopt.engine.bucket_step import BucketStep
@@ -20,8 +19,8 @@ def run_step(step: Step, refreshes_may_outlast: bool) -> None:
 
     Args:
         step: the step.
-        refreshes_may_outlast: what the rule computes for the next step may go on behind this one. Whoever asks for state
-            waits for it (:meth:`StepContext.finish_pending`, ``MatrixRule.join``).
+        refreshes_may_outlast: refreshes for the next step may still run when this function returns. Readers of state wait for
+            them (:meth:`StepContext.finish_pending`, ``MatrixRule.join``).
     """
     context = step.context
     if step.undisturbed and context.apply_stream is not None:
@@ -31,12 +30,12 @@ def run_step(step: Step, refreshes_may_outlast: bool) -> None:
     ended = False
     try:
         if context.store.offload is not None:
-            # The first pieces that leave make room for others, and those of matrices are smaller than an embedding's: what
-            # needs no exchange goes last.
+            # Finished pieces free memory for the next ones, and those of matrices are smaller than an embedding's: tasks
+            # without an exchange go last.
             pipeline([*[task for task, _ in (*others, *matrices)], *local_adamw_tasks(step, names)])
         else:
-            # Ranks need not have the same gradients in a bucket that exchanges nothing, and the order of other buckets'
-            # collectives must not follow from it.
+            # Ranks may differ in the gradients of a bucket without communication, and the order of collectives must not
+            # depend on them.
             alone = [task for task, bucket in matrices if bucket.communication_free]
             first = [task for task, bucket in matrices if not bucket.communication_free]
             pipeline(first, lambda: [*[task for task, _ in others], *local_adamw_tasks(step, names), *alone])
@@ -54,13 +53,10 @@ def run_step(step: Step, refreshes_may_outlast: bool) -> None:
 
 
 def begin_delayed(step: Step, delayed: DelayedUpdates) -> None:
-    """A step whose updates arrive behind the next forward pass: every task runs to where it waits for bytes."""
+    """A step whose updates arrive during the next forward pass: every task runs until its first wait for bytes."""
     context = step.context
     pipeline(local_adamw_tasks(step, step.verdict.present - context.shared_aux))
-    tasks = [
-        *_adamw_tasks(step),
-        *_matrix_tasks(step),
-    ]  # the embedding, which a forward pass needs first, is not a matrix
+    tasks = [*_adamw_tasks(step), *_matrix_tasks(step)]  # a forward pass needs the embedding, not a matrix, first
     members = step.verdict.members
     delayed.begin((task, [context.parameter(b, i) for i in members(b)]) for task, b in tasks)
     if context.store.offload is not None:
@@ -68,45 +64,39 @@ def begin_delayed(step: Step, delayed: DelayedUpdates) -> None:
 
 
 def _matrix_tasks(step: Step) -> list[tuple[Task, Bucket]]:
-    """The steps of the buckets of matrices in which something takes part."""
-    context, tasks = step.context, []
-    kept = context.members
-    for index, bucket in enumerate(context.plan.buckets):
-        present = step.verdict.members(bucket)
-        if present:
-            members = kept.get((id(bucket), present)) or BucketMembers.kept(context, index, bucket, present)
-            bucket_step = (LoraPairsStep if bucket.paired else BucketStep)(step, members)
-            tasks.append((bucket_step.run(), bucket))
-    return tasks
+    """The steps of the buckets of matrices."""
+    members = _members(step, step.context.plan)
+    return [((LoraPairsStep if m.bucket.paired else BucketStep)(step, m).run(), m.bucket) for m in members]
 
 
 def _adamw_tasks(step: Step) -> list[tuple[Task, Bucket]]:
     """The steps of the buckets of other parameters that ranks hold copies of."""
-    context, tasks = step.context, []
-    kept = context.members
-    for index, bucket in enumerate(context.aux_plan.buckets):
-        present = step.verdict.members(bucket)
-        if present:
-            members = kept.get((id(bucket), present)) or BucketMembers.kept(context, index, bucket, present)
-            tasks.append((step_adamw_bucket(step, members), bucket))
-    return tasks
+    return [(step_adamw_bucket(step, m), m.bucket) for m in _members(step, step.context.aux_plan)]
+
+
+def _members(step: Step, plan: Plan) -> Iterator[BucketMembers]:
+    """The members of every bucket that has a gradient in this step."""
+    context = step.context
+    for index, bucket in enumerate(plan.buckets):
+        if present := step.verdict.members(bucket):
+            kept = context.members.get((id(bucket), present))
+            yield kept or BucketMembers.kept(context, index, bucket, present)
 
 
 _AHEAD = 2
-"""Tasks that begin before fillers are made: the second's bytes are on their way when the first has its products queued."""
+"""Tasks that begin before fillers are made: the second's collective runs while the first queues its products."""
 
 
 def pipeline(tasks: Sequence[Task], fillers: Callable[[], Sequence[Task]] = tuple) -> None:
-    """Runs tasks so that each collective has the mathematics of other buckets to hide behind.
+    """Runs tasks so that each collective overlaps with the mathematics of other buckets.
 
-    A task begins, then those begun before it go on by one stage each, latest first: so the next bucket's bytes are on
-    their way before this bucket's products are queued.
+    A task begins. Then each task that has begun goes on by one stage, the latest first. So the collective of the next bucket
+    begins before this bucket's products are queued.
 
     Args:
         tasks: begin in this order.
-        fillers: makes tasks that keep a host for longer than a GPU. They are made, and begin, as soon as the GPU has the
-            products of a task to do, and bring forward no others, since a next task's bytes are to be on their way before.
-            Then they go on after each task.
+        fillers: makes tasks that take a host longer than a GPU. They are made, and begin, when the GPU has the products of a
+            task to do. Then they go on by one stage after each task.
     """
     begun: deque[Task] = deque()
     waiting: deque[Task] = deque()

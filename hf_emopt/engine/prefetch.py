@@ -1,8 +1,8 @@
-"""Offloaded state that is brought before the step: a backward pass that is nearly through says that a step is near.
+"""Prefetch of offloaded state: the end of the backward pass announces the step.
 
-A hook on one parameter, whose gradient is among the last to be there, calls
-:meth:`hf_emopt.state.offload.StateOffload.approach`. So the room that a step has for state is filled behind what is left
-of the backward pass, when most activations are gone. Where the hook never runs, state comes when the step begins.
+A hook on one parameter, whose gradient is among the last of a backward pass, calls
+:meth:`hf_emopt.state.offload.StateOffload.approach`. So copies of state fill the budget of the step during the rest of the
+backward pass, when most activations are freed. If the hook never runs, the copies begin with the step.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from hf_emopt.engine.context import StepContext
 from hf_emopt.state.offload import StateOffload
 
 LAST_PART = 1 / 4
-"""Of the matrices' elements, those whose gradients are yet to come when a room of up to three buckets is filled.
+"""The share of the matrices' elements whose gradients come after the hook, for a budget of up to three buckets.
 
-To fill the two buckets that do not wait on the device already, 1 GB of the float32 state of a 1.1 B model under Muon, takes
-20 ms at 50 GB/s. On an H200 its forward and backward pass of 8,192 tokens takes 170 ms, of which a quarter of the backward
-pass is 28. With a larger model or batch the quarter takes longer, and the room, which is bounded as buckets are, does not. At
-most about a quarter of the activations is left by then, so that the peak at the beginning of the backward pass stays. More
-room takes longer to fill, so its part is larger, up to :data:`LARGEST_PART`.
+One bucket is on the device already. The copies of the other two, 1 GB of the float32 state of a 1.1 B model under Muon, take
+20 ms at 50 GB/s. On an H200 a quarter of the backward pass of 8,192 tokens takes 28 ms. A larger model or batch lengthens the
+quarter and not the copies, since buckets are bounded. At most about a quarter of the activations is left by then, so the peak
+of memory, at the beginning of the backward pass, does not grow. A larger budget has a larger share, up to
+:data:`LARGEST_PART`.
 """
 
 LARGEST_PART = 1 / 2
 
 
 class EarlyFetch:
-    """The hook, and the count of its calls between steps, which says which of several backward passes is the last.
+    """The hook, and the count of its calls between steps, by which it finds the last of several backward passes.
 
-    With gradient accumulation the hook is called several times between steps. It acts on the call that was the last one
-    before a step, in the longer of the last two intervals: an epoch that ends with fewer of them does not make it act early
-    in the next one, when activations of a whole pass are yet to come. Where there are fewer calls than that, state comes when
-    the step begins; where there are more, it is on the device a little longer.
+    With gradient accumulation the hook runs several times between steps. It acts at the call whose number was the last one in
+    the longer of the last two intervals between steps. So a short interval at the end of an epoch does not make it act early
+    in the next epoch, when a whole pass still needs memory for activations. In an interval with fewer calls the copies begin
+    with the step; in one with more they are on the device a little longer.
 
-    A copy, also by pickle, is one without a hook, as copies of parameters are.
+    A copy, also by pickle, has no hook, as copies of parameters have none.
     """
 
     def __init__(self) -> None:
@@ -50,10 +50,10 @@ class EarlyFetch:
         self._intervals = (0, 0)
 
     def attach(self, context: StepContext | None, names: Sequence[str] = ()) -> None:
-        """Puts the hook on a parameter, in place of that of an earlier call; ``None`` for nowhere.
+        """Puts the hook on a parameter of a context with offloaded state, and removes the hook of an earlier call.
 
         Args:
-            context: whose state is brought; without offloaded state there is no hook.
+            context: of the plans; ``None`` only removes.
             names: of parameters, in the order of the model.
         """
         if self._remove is not None:
@@ -68,18 +68,18 @@ class EarlyFetch:
         self._remove.atexit = False
 
     def count(self) -> None:
-        """At the beginning of each step."""
+        """Called at the beginning of each step."""
         self._intervals, self._calls = (self._intervals[1], self._calls), 0
 
     def called(self) -> None:
-        """When the parameter's gradient is there."""
+        """Called when the parameter has its gradient."""
         self._calls += 1
         if self._offload is None or self._calls != max(self._intervals):
             return
         try:
             self._offload.approach()
         except torch.OutOfMemoryError:
-            self._offload = None  # a try in every step would empty torch's cache each time
+            self._offload = None  # a failure in every step would empty torch's cache each time
             warnings.warn(
                 "no memory for offloaded state during the backward pass: from now on it is brought when the step begins, "
                 "which takes longer",
@@ -91,7 +91,7 @@ class EarlyFetch:
 
 
 class _Hook:
-    """On the parameter; keeps nothing alive."""
+    """The hook on the parameter; it keeps nothing alive."""
 
     def __init__(self, early: EarlyFetch) -> None:
         self._early = weakref.ref(early)
@@ -103,18 +103,16 @@ class _Hook:
 
 
 def late_in_backward(context: StepContext, names: Sequence[str]) -> Tensor | None:
-    """The parameter after whose gradient the last part of the backward pass is yet to come; ``None`` if there is none.
+    """The parameter whose gradient marks the last part of the backward pass (:data:`LAST_PART`); ``None`` if there is none.
 
-    That is :data:`LAST_PART` of the pass, or more where there is room for more than three buckets.
-
-    A backward pass goes through the model from its end. Matrices measure the way, since they take the time: an embedding
-    has many elements and is done at once, and a small model's would be chosen by its size, though it is the very last. Not
-    among them are parameters on the host: their state comes with them, and FSDP2 makes its copies of gradients to the host
-    wait where there is a hook.
+    A backward pass goes through the model from its end. The elements of matrices measure its progress, since they take its
+    time: an embedding has many elements and takes none, and a small model's embedding, the very last, would be chosen by its
+    size. Parameters on the host are left out: their state comes with them, and a hook would make FSDP2's copies of gradients
+    to the host wait.
 
     Args:
-        context: whose parameters they are.
-        names: in the order of the model.
+        context: of the plans.
+        names: of parameters, in the order of the model.
     """
     order = {name: index for index, name in enumerate(names)}
     placed = [

@@ -286,7 +286,7 @@ class StepMetrics:
         group = context.ranks.consensus.group
         found = next(iter(self._sums.values()), None)
         device = control_device(group) if group is not None else found[0].device if found else torch.device("cpu")
-        zero = torch.zeros((), device=device)
+        zero = torch.zeros((), dtype=torch.float32, device=device)
         return zero, zero - 1.0
 
     def _figures(

@@ -99,12 +99,12 @@ def _rounded(correlation: Tensor, storage: str, generator: torch.Generator | Non
         raise ValueError("rounding stochastically needs a generator of its own")
     if storage == "bfloat16":
         return round_stochastically(correlation.float(), torch.bfloat16, generator)
-    noise = torch.rand(correlation.shape, generator=generator, device=correlation.device)
+    noise = torch.rand(correlation.shape, generator=generator, dtype=torch.float32, device=correlation.device)
     if storage == "int8":
         # Just below 1, the sum may round up to a level that does not exist, and would wrap around.
         return (correlation * _LEVELS + noise).floor_().clamp_(-_LEVELS, _LEVELS).to(torch.int8)
     # Spacings of float16: 2**-10 of the power of two below a number, and 2**-24 below 2**-14.
-    spacing = torch.exp2(torch.frexp(correlation).exponent.clamp_min(-13) - 11.0)
+    spacing = torch.exp2((torch.frexp(correlation).exponent.clamp_min(-13) - 11).float())
     return (correlation / spacing + noise).floor_().mul_(spacing).clamp_(-1.0, 1.0).half()
 
 

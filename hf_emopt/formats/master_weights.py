@@ -1,11 +1,11 @@
-"""Weights of 16 bits that really train.
+"""Policies for 16-bit weights that keep small updates.
 
-With ``lr = 1e-5`` and an update of RMS 0.2, a bfloat16 weight of 0.02 would have to move by a fortieth of its spacing:
-added plainly, 98 % of such updates round to nothing. Each policy here turns the stored weights into float32, lets the
-step happen there, and stores them back so that nothing is lost for good.
+With ``lr = 1e-5`` and an update of RMS 0.2, a bfloat16 weight of 0.02 has to move by a fortieth of its spacing: rounding to
+the nearest loses 98 % of such updates. Each policy turns the stored weights into float32 for the step, and stores them back
+with the rounding error or with an unbiased rounding.
 
 =============  ===============================  ==========================================================
-policy         extra state                      what it keeps
+policy         extra state                      precision
 =============  ===============================  ==========================================================
 ``split``      2 bytes a weight (default)       bfloat16: the 16 low bits, so exactly a float32 master;
                                                 float16: the rounding error, 22 bits in all
@@ -15,8 +15,8 @@ policy         extra state                      what it keeps
 ``none``       none                             nothing: small updates vanish
 =============  ===============================  ==========================================================
 
-A weight that somebody else changed between steps (a checkpoint loaded into the model, a re-initialized head) is taken
-as it is now, under every policy: a stale copy never overwrites it.
+Every policy accepts a weight that other code changed between steps (a checkpoint loaded into the model, a re-initialized
+head): a stale copy never overwrites it.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ LowPrecisionWeights = Literal["split", "master", "kahan", "stochastic", "none"]
 LOW_PRECISION_WEIGHTS: tuple[str, ...] = ("split", "master", "kahan", "stochastic", "none")
 
 WEIGHT_STATE = ("weight_low_bits", "master_weight", "weight_compensation")
-"""Entries of state that keep what a 16-bit weight cannot hold."""
+"""Entries of state with the bits that a 16-bit weight drops."""
 
 LOW_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def needs_master(param: Tensor) -> bool:
-    """Whether a parameter's dtype is too coarse to be stepped in place."""
+    """Whether a parameter has 16 bits, so that a policy applies to it."""
     return param.dtype in LOW_DTYPES
 
 
 def load_weights(params: Sequence[Tensor], states: Sequence[dict[str, Tensor]], policy: str) -> list[Tensor]:
-    """The weights to step on: float32 reconstructions, or the parameters themselves where they are wide enough.
+    """The weights to step: float32 reconstructions of 16-bit parameters, and wider parameters themselves.
 
     Args:
-        params: parameters of any floating dtype.
-        states: the parameters' state, where a policy keeps what float32 has beyond the stored weight.
+        params: parameters of any floating dtype and shape.
+        states: state of each, with one of :data:`WEIGHT_STATE` where the policy keeps one.
         policy: one of :data:`LOW_PRECISION_WEIGHTS`.
     """
     return [_load(p, s, policy) if needs_master(p) else p for p, s in zip(params, states)]
@@ -59,13 +59,13 @@ def store_weights(
     policy: str,
     generator: torch.Generator | None = None,
 ) -> None:
-    """Stores stepped weights back, the inverse of :func:`load_weights`; parameters that were stepped in place stay.
+    """Stores the stepped ``weights`` of :func:`load_weights` in 16-bit parameters and their state, in place.
 
     Args:
-        generator: source of the noise of ``"stochastic"``; replicas must seed it alike.
+        generator: noise of ``"stochastic"`` on the device of the weights; replicas must seed it alike.
 
     Raises:
-        ValueError: for ``"stochastic"`` with a dtype that it does not cover.
+        ValueError: ``"stochastic"`` with float16 weights, or without a generator.
     """
     for param, weight, state in zip(params, weights, states):
         if needs_master(param):
@@ -73,7 +73,7 @@ def store_weights(
 
 
 def init_weight_state(param: Tensor, policy: str) -> dict[str, Tensor]:
-    """What :func:`store_weights` will write to, for a weight that is exactly what its dtype says."""
+    """The state that :func:`store_weights` writes, for a weight without a rounding error; empty where it writes none."""
     key = weight_state_key(param.dtype, policy)
     if key is None:
         return {}
@@ -83,7 +83,7 @@ def init_weight_state(param: Tensor, policy: str) -> dict[str, Tensor]:
 
 
 def weight_state_key(dtype: torch.dtype, policy: str) -> str | None:
-    """The entry of state that a policy keeps for weights of a dtype."""
+    """The entry of state that a policy keeps for weights of a dtype; ``None`` where it keeps none."""
     if dtype not in LOW_DTYPES or policy in ("stochastic", "none"):
         return None
     if policy == "master":
@@ -94,13 +94,13 @@ def weight_state_key(dtype: torch.dtype, policy: str) -> str | None:
 def _load(param: Tensor, state: dict[str, Tensor], policy: str) -> Tensor:
     if policy == "master" and "master_weight" in state:
         master = state["master_weight"]
-        # Where the stored weight is no longer the rounded master, somebody wrote to it: the newer one counts.
+        # Other code wrote to a weight that is not the rounded master: the weight is the newer one.
         return torch.where(master.to(param.dtype) == param, master, param.float())
     if policy == "split" and param.dtype is torch.bfloat16 and "weight_low_bits" in state:
         return _join(param, state["weight_low_bits"])
     if policy in ("split", "kahan") and "weight_compensation" in state:
         error = state["weight_compensation"].float() / _compensation_scale(param)
-        # Rounding leaves no more than half a spacing: more is of a weight that somebody has replaced.
+        # Rounding leaves at most half a spacing: a larger error belongs to a weight that other code has replaced.
         return torch.where(error.abs() <= _half_spacing(param), param.float() + error, param.float())
     return param.float()
 
@@ -122,12 +122,12 @@ def _store(
 
 
 def _compensation_scale(param: Tensor) -> float:
-    """float16 would keep the rounding error of a small weight as a subnormal; 2**11 brings it up to the weight's size."""
+    """Factor on a kept rounding error: 2**11 for float16, where the error of a small weight would be a subnormal number."""
     return 2.0**11 if param.dtype is torch.float16 else 1.0
 
 
 def _half_spacing(param: Tensor) -> Tensor:
-    """Half of what lies between each number and the next larger one of its dtype, float32."""
+    """Half of the distance from each number to the next larger one of its dtype, float32."""
     info = torch.finfo(param.dtype)
     exponents = 0x7F80 if param.dtype is torch.bfloat16 else 0x7C00
     power = (param.view(torch.int16) & exponents).view(param.dtype).float()
@@ -149,28 +149,29 @@ def _high_bits(param: Tensor) -> Tensor:
 def _low_bits(param: Tensor, weight: Tensor) -> Tensor:
     """int16 difference between the bit patterns of a float32 and of the bfloat16 it rounded to.
 
-    Rounding to nearest keeps it within half a bfloat16 spacing, 2**15 patterns; the one tie that reaches +2**15 is
-    stored as 2**15 - 1, one float32 spacing off.
+    It is at most half a bfloat16 spacing, 2**15 patterns. The one tie at +2**15 is stored as 2**15 - 1, one float32 spacing
+    off.
     """
     return (weight.view(torch.int32) - _high_bits(param)).clamp_(-(2**15), 2**15 - 1).to(torch.int16)
 
 
 def _join(param: Tensor, low: Tensor) -> Tensor:
     high = _high_bits(param)
-    # A weight that was set to zero from outside has no pattern below it: a stale negative remainder would make a NaN.
+    # Zero has no pattern below it: stale negative low bits of a weight that other code set to zero would make a NaN.
     at_zero = param == 0
     bits = high + torch.where(at_zero, low.clamp(min=0), low).to(torch.int32)
     return bits.view(torch.float32)
 
 
 def round_stochastically(weight: Tensor, dtype: torch.dtype, generator: torch.Generator | None) -> Tensor:
-    """float32 to bfloat16, up or down with the probability that makes the expectation exact; what fits stays.
+    """float32 rounded up or down to bfloat16, with the probability that makes the expectation exact.
 
     Args:
-        generator: source of the noise. Never torch's global one, which is the training's.
+        weight: float32 of any shape; bfloat16 numbers stay as they are.
+        generator: noise, on the device of ``weight``. torch's global generator belongs to the training.
 
     Raises:
-        ValueError: for another dtype than bfloat16, and without a generator.
+        ValueError: another dtype than bfloat16, or no generator.
     """
     if dtype is not torch.bfloat16:
         raise ValueError(
@@ -180,6 +181,6 @@ def round_stochastically(weight: Tensor, dtype: torch.dtype, generator: torch.Ge
         raise ValueError("rounding stochastically needs a generator of its own")
     noise = torch.randint(0, 2**16, weight.shape, dtype=torch.int32, device=weight.device, generator=generator)
     bits = (weight.view(torch.int32) + noise).bitwise_and_(-(2**16))
-    # Noise must not carry a finite number into infinity, nor touch one that is not finite.
+    # The noise must not make a finite number infinite, nor change one that is not finite.
     rounded = bits.view(torch.float32)
     return torch.where(torch.isfinite(rounded), rounded, weight).to(dtype)

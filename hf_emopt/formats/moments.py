@@ -110,7 +110,7 @@ def packed_like(fresh: State, state_dtype: str, whole: Sequence[int] | None = No
         elif _coded(name, value.shape, whole):
             codes, scale = coded_names(name)
             state[codes] = torch.zeros(value.shape, dtype=torch.uint8, device=value.device)
-            state[scale] = torch.zeros(scale_shape(value.shape, _lead(name)), device=value.device)
+            state[scale] = torch.zeros(scale_shape(value.shape, _lead(name)), dtype=torch.float32, device=value.device)
         else:
             state[name] = value
     return state

@@ -1,6 +1,6 @@
-"""Accelerate: an optimizer from a plugin, environment variables or the launcher's YAML, and whole checkpoints.
+"""Accelerate: an optimizer from a plugin, environment variables or the launcher's YAML.
 
-``accelerator.prepare(model, plugin.build(model))`` of an :class:`Accelerator` that was given the plugin trains with it.
+An :class:`Accelerator` takes the plugin, and ``accelerator.prepare(model, plugin.build(model))`` takes its optimizer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import torch
 from accelerate.utils import KwargsHandler  # type: ignore[import-untyped]
 from torch import nn
 
-from hf_emopt.integrations.checkpoints import attach_checkpoint_hooks, synchronize
 from hf_emopt.integrations.optim_args import accepted_form, parse_optim_args, parse_value
 from hf_emopt.integrations.refusals import refuse_accelerator, refuse_layouts
 from hf_emopt.integrations.registry import OPTIMIZERS, PREFIX, did_you_mean, optimizer_class
@@ -39,25 +38,25 @@ _TRAINERS_OWN = {"optim": "optim", "lr": "learning_rate", "weight_decay": "weigh
 
 @dataclass
 class EmoptPlugin(KwargsHandler):
-    """Which optimizer to train with, for Accelerate.
+    """The choice of an optimizer for Accelerate.
 
-    Each field takes the value given here; else the environment variable ``EMOPT_<FIELD>`` (``EMOPT_LR``, say), read when
-    the plugin is made; else its default. ``hf-emopt launch`` sets these variables from an ``emopt_config:`` block.
+    The value of a field is the given one, else that of the environment variable ``EMOPT_<FIELD>`` (``EMOPT_LR``, say) when
+    the plugin is made, else the default. ``hf-emopt launch`` sets these variables from an ``emopt_config:`` block.
 
     Args:
         optim: optimizer name, ``"muon"`` by default; the same names as in ``TrainingArguments(optim=...)``.
         lr: learning rate. Default: the optimizer's.
         aux_lr: learning rate of the AdamW part. Default: ``lr``.
         weight_decay: decoupled weight decay of both parts. Default: the optimizer's.
-        transport_dtype: ``"bfloat16"``, ``"float32"`` or ``"float64"``: dtype of matrices on their way between ranks.
-            Default: bfloat16 on accelerators, float32 on CPU.
-        overlap_param_gather: under DistributedDataParallel, let the last gather of updated parameters run during the next
+        transport_dtype: ``"bfloat16"``, ``"float32"`` or ``"float64"``: communication dtype, in which matrices travel between
+            ranks. Default: bfloat16 on accelerators, float32 on CPU.
+        overlap_param_gather: under DistributedDataParallel, the last gather of updated parameters runs during the next
             forward pass. Code that reads or writes parameters between ``step()`` and a forward pass must then call
             ``optimizer.synchronize()`` first. Default: false.
         optim_args: the optimizer's other keyword arguments, ``"ns_steps=6, betas=0.9:0.95"`` or a mapping.
 
     Raises:
-        ValueError: a value that does not fit; the message names field, environment variable and what is accepted.
+        ValueError: a value that does not fit; the message names field, environment variable and accepted values.
     """
 
     optim: str | None = None
@@ -81,7 +80,7 @@ class EmoptPlugin(KwargsHandler):
         if both:
             raise ValueError(f"EmoptPlugin: {both[0]!r} is given both as a field and in optim_args; drop one of them.")
         for name in _TYPES:
-            # Written into the arguments beats read from the environment.
+            # optim_args of the call have priority over variables of the environment.
             if getattr(self, name) is not None and (name not in kwargs or "optim_args" not in given):
                 kwargs[name] = getattr(self, name)
         self._kwargs = kwargs
@@ -93,11 +92,11 @@ class EmoptPlugin(KwargsHandler):
 
     @property
     def optimizer_kwargs(self) -> dict[str, Any]:
-        """The given keyword arguments of the optimizer; the optimizer's defaults stand for the others."""
+        """The given keyword arguments of the optimizer; its defaults apply to the others."""
         return dict(self._kwargs)
 
     def build(self, model: nn.Module) -> MatrixOptimizer:
-        """The optimizer of ``model``, to be passed to ``accelerator.prepare`` together with it.
+        """The optimizer of ``model``, for ``accelerator.prepare(model, optimizer)``.
 
         Raises:
             ValueError: a hyperparameter is out of range, no parameter is a matrix, or the model is under FSDP1.
@@ -106,23 +105,19 @@ class EmoptPlugin(KwargsHandler):
         return self.optimizer_cls(model, **self._kwargs)
 
     def attach(self, accelerator: accelerate.Accelerator) -> None:
-        """Makes ``accelerator.save_state`` gather the optimizer's state first, and ``load_state`` wait for updates.
-
-        :class:`hf_emopt.Accelerator` does this itself. Attaching twice is the same as once.
+        """Refuses an accelerator under which the optimizer could not train; :class:`hf_emopt.Accelerator` does this itself.
 
         Raises:
             ValueError: the accelerator is set up for FSDP1, Megatron-LM, or DeepSpeed with settings that would replace the
                 optimizer.
         """
         refuse_accelerator(accelerator, f"EmoptPlugin(optim={self.optim!r})")
-        attach_checkpoint_hooks(accelerator)
 
 
 class Accelerator(accelerate.Accelerator):
     """``accelerate.Accelerator`` that takes an :class:`EmoptPlugin` among its ``kwargs_handlers``.
 
-    Without one, a plugin is made from the environment; ``emopt_plugin`` is the plugin. Parameters are current and the
-    optimizer's state is whole in everything that this object saves.
+    ``emopt_plugin`` is that plugin, or one made from the environment.
 
     Raises:
         ValueError: more than one plugin, or as :meth:`EmoptPlugin.attach`.
@@ -137,16 +132,6 @@ class Accelerator(accelerate.Accelerator):
         others = [handler for handler in handlers if not isinstance(handler, EmoptPlugin)]
         super().__init__(*args, kwargs_handlers=others or None, **kwargs)
         self.emopt_plugin.attach(self)
-
-    def save_state(self, *args: Any, **kwargs: Any) -> Any:
-        """As Accelerate's, on current parameters and with the optimizer's whole state."""
-        synchronize(*self._optimizers)
-        return super().save_state(*args, **kwargs)
-
-    def get_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As Accelerate's, of current parameters; ``save_model`` uses it too."""
-        synchronize(*self._optimizers)
-        return super().get_state_dict(*args, **kwargs)
 
 
 def trainer_environment(optimizer_cls: type[MatrixOptimizer]) -> dict[str, Any]:

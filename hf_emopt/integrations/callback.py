@@ -37,7 +37,7 @@ def add_to_log(logs: dict[str, Any], state: TrainerState, metrics: dict[str, Any
 
 
 class MeasuringCallback(TrainerCallback):
-    """Measures an optimizer that has a level set; the base of the default callback of every ``Trainer`` and of the user's."""
+    """Measures an optimizer with a level; base of every ``Trainer``'s default callback and of :class:`EmoptCallback`."""
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         # Right before the optimizer's step would be too late: DeepSpeed steps inside of backward.
@@ -66,7 +66,7 @@ class MeasuringCallback(TrainerCallback):
 
 
 class EmoptCallback(MeasuringCallback):
-    """Measures what the optimizer does, and puts the figures into the logs of ``Trainer``.
+    """Measures the optimizer, and puts the figures into the logs of ``Trainer``.
 
     With ``Trainer(callbacks=[hf_emopt.EmoptCallback()])`` every reporter (TensorBoard, W&B, trackio, ...) and
     ``trainer_state.json`` get them. Only steps that are logged are measured: on the device, with one transfer to the host.

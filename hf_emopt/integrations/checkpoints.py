@@ -1,16 +1,20 @@
-"""Keeps parameters current and state whole where transformers and Accelerate read them.
+"""Makes parameters current and state whole before transformers and Accelerate read them.
 
-``Trainer`` finishes updates before it saves or evaluates, and gathers the state before it saves the optimizer. It resumes
-from the state in any form, AdamW's included, and ``resume_from_checkpoint=True`` passes over interrupted checkpoints.
+With these hooks ``Trainer`` finishes updates before it saves or evaluates, and gathers the state before it saves the
+optimizer; so does ``accelerate.Accelerator`` in ``save_state``. ``Trainer`` resumes from state of any layout and of AdamW.
+``resume_from_checkpoint=True`` skips interrupted checkpoints.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import accelerate  # type: ignore[import-untyped]
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
@@ -29,7 +33,7 @@ from hf_emopt.checkpoint.files import (
     read_optimizer_state,
 )
 from hf_emopt.checkpoint.from_adamw import is_adamw
-from hf_emopt.integrations.patching import MARK, Original, patch
+from hf_emopt.integrations.patching import Original, patch
 from hf_emopt.integrations.refusals import optim_name
 from hf_emopt.integrations.registry import OPTIMIZERS, PREFIX, unwrap_optimizer
 
@@ -38,23 +42,27 @@ logger = logging.get_logger("transformers.hf_emopt")
 SYNCHRONIZED = ("save_model", "evaluate", "predict", "_load_best_model")
 CONSOLIDATED = ("_save_optimizer_and_scheduler",)
 
+PATIENCE = timedelta(minutes=9)
+"""How long ``save_state`` waits for the other ranks: less than NCCL's ten minutes, after which it ends the process."""
+_CALLS = itertools.count()
+
 
 def synchronize(*optimizers: Any) -> None:
-    """Makes parameters current; without effect on optimizers that are not ours. No collective."""
+    """Makes parameters current; no effect on other optimizers. No collective."""
     for ours in map(unwrap_optimizer, optimizers):
         if ours is not None:
             ours.synchronize()
 
 
 def consolidate(optimizer: Any) -> None:
-    """Collective: makes ``state_dict()`` whole on the first rank; without effect on an optimizer that is not ours."""
+    """Collective: makes ``state_dict()`` whole on the first rank; no effect on other optimizers."""
     ours = unwrap_optimizer(optimizer)
     if ours is not None:
         ours.consolidate_state_dict()
 
 
 def hook_trainer() -> None:
-    """Has every ``Trainer`` do both where they are due. Idempotent; without effect on other optimizers."""
+    """Patches ``Trainer`` to call both, and to load any checkpoint. Idempotent; no effect on other optimizers."""
     for names, action in ((SYNCHRONIZED, synchronize), (CONSOLIDATED, consolidate)):
         for name in names:
             if not patch(trainer.Trainer, name, partial(_preceded, action)):
@@ -89,7 +97,7 @@ def _load_optimizer(original: Original, self: trainer.Trainer, checkpoint: str |
         )
     if found is not None:
         try:
-            # The description alone, since each rank may be able to read its own part of a folder of shards.
+            # The description suffices: each rank may read its own part of a folder of shards.
             state = read_optimizer_state(found, only_description=True)
         except CheckpointError as caught:
             error = str(caught)
@@ -97,10 +105,10 @@ def _load_optimizer(original: Original, self: trainer.Trainer, checkpoint: str |
     own = self.is_fsdp_enabled and state is not None and not foreign and _by_fsdp(found, state)
     seen = all_gather_values((error, own, found is None))
     error = next((e for e, _, _ in seen if e is not None), None)
-    if error is not None:  # of any rank, on all of them: where one stops, the others must not wait for it
+    if error is not None:  # all ranks raise the error of any rank, so that none waits for it
         raise CheckpointError(error)
     if any(own for _, own, _ in seen) or all(absent for _, _, absent in seen):
-        original(self, checkpoint)  # this layout's own files: no rank reads more than its part
+        original(self, checkpoint)  # files of this layout: each rank reads its own part
         return
     absent = [rank for rank, (_, _, absent) in enumerate(seen) if absent]
     if absent or state is None or found is None:
@@ -130,7 +138,7 @@ def _is_ours(self: trainer.Trainer) -> bool:
 
 
 def _load_weights(original: Original, self: trainer.Trainer, resume_from_checkpoint: str, model: Any = None) -> None:
-    """``Trainer._load_from_checkpoint`` for weights that FSDP saved where there is none, and the other way round."""
+    """``Trainer._load_from_checkpoint`` for weights of FSDP in a run without it, and for plain weights in a run with it."""
     folder = Path(resume_from_checkpoint)
     by_fsdp = find_fsdp_weights(folder)
     plain = folder / "model.safetensors"
@@ -147,7 +155,7 @@ def _load_weights(original: Original, self: trainer.Trainer, resume_from_checkpo
 
 
 def _named(self: trainer.Trainer, state: dict[str, Any]) -> dict[str, Any]:
-    """State of AdamW with the names that ``Trainer`` gave it: its groups are those with and without decay."""
+    """State of AdamW with parameter names, from ``Trainer``'s two groups: with and without decay."""
     groups = state["param_groups"]
     model: Any = self.model
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
@@ -164,7 +172,7 @@ def _load_schedule(self: trainer.Trainer, ours: Any, checkpoint: str, foreign: b
     if not (file := Path(checkpoint) / "scheduler.pt").is_file():
         return
     saved = torch.load(file, weights_only=True)
-    if foreign:  # it has learning rates of AdamW's groups
+    if foreign:  # its lists are of AdamW's groups
         rates = [group["lr"] for group in ours.param_groups]
         kept = {key: value for key, value in saved.items() if not isinstance(value, (list, tuple))}
         saved = {**scheduler.state_dict(), **kept, "_last_lr": rates}
@@ -172,7 +180,7 @@ def _load_schedule(self: trainer.Trainer, ours: Any, checkpoint: str, foreign: b
 
 
 def _save(original: Original, self: trainer.Trainer, model: Any, trial: Any, *args: Any, **kwargs: Any) -> Any:
-    """``Trainer._save_checkpoint``: a folder that is written over is not whole until it has been written to its end."""
+    """``Trainer._save_checkpoint``, which first removes the mark of a whole folder, ``trainer_state.json``."""
     if _is_ours(self) and self.args.should_save:
         folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
         (folder / "trainer_state.json").unlink(missing_ok=True)
@@ -186,7 +194,7 @@ def _train(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """``Trainer.train``: the newest checkpoint is the newest that is whole."""
+    """``Trainer.train`` that resumes from the newest whole checkpoint."""
     if resume_from_checkpoint is True and _is_ours(self):
         output_dir: Any = self.args.output_dir
         newest, whole = get_last_checkpoint(output_dir), newest_checkpoint(output_dir)
@@ -196,21 +204,43 @@ def _train(
     return original(self, resume_from_checkpoint, *args, **kwargs)
 
 
-def attach_checkpoint_hooks(accelerator: Any) -> None:
-    """Has ``save_state`` and ``load_state`` of an ``accelerate.Accelerator`` do the same. Idempotent."""
-    if getattr(accelerator, MARK, False):
+def hook_accelerate() -> None:
+    """Has every ``accelerate.Accelerator`` do both where they are due. Idempotent; without effect on other optimizers."""
+    for name, action in (("save_state", _complete), ("load_state", synchronize), ("get_state_dict", synchronize)):
+        patch(accelerate.Accelerator, name, partial(_for_each, action))
+
+
+def _for_each(
+    action: Callable[[Any], None], original: Original, self: accelerate.Accelerator, *args: Any, **kwargs: Any
+) -> Any:
+    for optimizer in self._optimizers:
+        action(optimizer)
+    return original(self, *args, **kwargs)
+
+
+def _complete(optimizer: Any) -> None:
+    if unwrap_optimizer(optimizer) is not None:
+        synchronize(optimizer)
+        _wait_for_all_ranks()
+        consolidate(optimizer)
+
+
+def _wait_for_all_ranks() -> None:
+    """Returns when every rank has called it. A rank that saves alone gets an error instead of waiting for the others.
+
+    Raises:
+        RuntimeError: some rank has not called it within :data:`PATIENCE`.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
         return
-
-    def before_saving(*_: Any) -> None:
-        # The weights are references to the parameters, so bringing these up to date is in time.
-        synchronize(*accelerator._optimizers)
-        for optimizer in accelerator._optimizers:
-            consolidate(optimizer)
-
-    def before_loading(*_: Any) -> None:
-        # An update that arrives after the weights have been loaded would overwrite them.
-        synchronize(*accelerator._optimizers)
-
-    accelerator.register_save_state_pre_hook(before_saving)
-    accelerator.register_load_state_pre_hook(before_loading)
-    setattr(accelerator, MARK, True)
+    store, key = dist.distributed_c10d._get_default_store(), f"hf_emopt/save_state/{next(_CALLS)}"
+    if store.add(key, 1) == dist.get_world_size():
+        store.set(f"{key}/all", "here")
+    try:
+        store.wait([f"{key}/all"], PATIENCE)
+    except RuntimeError:
+        raise RuntimeError(
+            f"accelerator.save_state() was called on rank {dist.get_rank()} and, within {PATIENCE}, not on all ranks. The "
+            "optimizer's state has parts on each of them: call save_state() on every process, outside of "
+            "`if accelerator.is_main_process:`"
+        ) from None

@@ -1,7 +1,7 @@
-"""DeepSpeed: where parameters are in the flat tensors that ZeRO puts into the optimizer's groups, and what is refused.
+"""DeepSpeed: finds parameters in the flat tensors that ZeRO puts into the optimizer's groups, and refuses other settings.
 
-ZeRO-1 and 2 and ``BF16_Optimizer`` store a group's parameters one behind the other and cut the row in equal runs, ZeRO-3 cuts
-each parameter, and stage 0 leaves parameters whole. DeepSpeed's wrappers are told apart by their classes.
+ZeRO-1 and 2 and ``BF16_Optimizer`` concatenate a group's parameters and cut the result in equal parts, ZeRO-3 cuts each
+parameter, and stage 0 leaves parameters whole. The class of DeepSpeed's wrapper names the case.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ WRAPPERS = (
 
 
 def attach(engine: Any) -> None:
-    """Tells the client optimizer of a ``DeepSpeedEngine``, one of this package, how its parameters are laid out.
+    """Gives the client optimizer of a ``DeepSpeedEngine``, one of this package, the layout of its parameters.
 
     Raises:
-        UnsupportedLayoutError: for a wrapper that is not known, or parallelism that cuts parameters in other ways.
+        UnsupportedLayoutError: an unknown wrapper, or parallelism that cuts parameters in another way.
     """
     optimizer, wrapper = _optimizer_of(engine), engine.optimizer
     refuse_engine(engine, optimizer)
@@ -57,7 +57,7 @@ def attach(engine: Any) -> None:
     if _is(wrapper, "zero.stage_1_and_2", "DeepSpeedZeroOptimizer"):
         flats = _of_stage_1_and_2(wrapper, optimizer)
         if optimizer.skip_nonfinite:
-            wrapper.check_grad_overflow = True  # off for bfloat16: groups would then skip one by one
+            wrapper.check_grad_overflow = True  # DeepSpeed's default for bfloat16 lets groups skip one by one
     elif _is(wrapper, "bf16_optimizer", "BF16_Optimizer"):
         flats = _of_bf16_optimizer(wrapper, optimizer)
     elif _is(wrapper, "zero.stage3", "DeepSpeedZeroOptimizer_Stage3"):
@@ -68,7 +68,7 @@ def attach(engine: Any) -> None:
             f"{type(optimizer).__name__} does not know what {name} puts into its parameter groups, and would not see "
             f"matrices there; supported are {WRAPPERS}"
         )
-    # Each of these wrappers checks the gradients, or their norm, before the first group's step.
+    # All these wrappers check the gradients, or their norm, before the first group's step.
     optimizer.attach_wrapper(flats)
 
 
@@ -80,7 +80,7 @@ def _optimizer_of(engine: Any) -> MatrixOptimizer:
 
 
 def _is(wrapper: Any, module: str, name: str) -> bool:
-    """Whether an object is of exactly this class; a subclass may hand over something else."""
+    """Whether an object is of exactly this class; a subclass may fill the groups in another way."""
     return type(wrapper).__module__ == f"deepspeed.runtime.{module}" and type(wrapper).__name__ == name
 
 
@@ -155,7 +155,7 @@ def _of_stage_3(wrapper: Any, optimizer: MatrixOptimizer) -> list[FlatTensor]:
 
 
 def _device_of(tensor: torch.Tensor) -> torch.device:
-    """Where the model computes; its parameters may be offloaded."""
+    """The device of the forward pass; parameters may be offloaded from it."""
     if tensor.device.type == "cpu" and torch.accelerator.is_available():
         accelerator = torch.accelerator.current_accelerator()
         if accelerator is not None and accelerator.type != "cpu":
@@ -218,7 +218,7 @@ def refuse_engine(engine: Any, optimizer: MatrixOptimizer) -> None:
 
 
 def watch() -> None:
-    """Has DeepSpeed's engine attach optimizers of this package, now or when it is imported. Idempotent."""
+    """Patches DeepSpeed's engine, now or at its import, to attach optimizers of this package. Idempotent."""
     patch(accelerate.accelerator, "map_pytorch_optim_to_deepspeed", _map_optimizer)
     patch(trainer, "deepspeed_load_checkpoint", _load_checkpoint)
     if ENGINE_MODULE in sys.modules:
@@ -232,13 +232,13 @@ def _hook(module: ModuleType) -> None:
 
 
 def _save_checkpoint(optimizer: MatrixOptimizer, original: Original, *args: Any, **kwargs: Any) -> Any:
-    """``engine.save_checkpoint``, which all ranks call, with the state that owners hold brought together first."""
+    """``engine.save_checkpoint`` of all ranks, after the owners' state has been gathered."""
     optimizer.consolidate_state_dict(to=None)
     return original(*args, **kwargs)
 
 
 def _map_optimizer(original: Original, optimizer: Any) -> Any:
-    """Accelerate's function that replaces optimizers by DeepSpeedCPUAdam without a word; ours are refused."""
+    """Accelerate's silent replacement of optimizers by DeepSpeedCPUAdam, which is refused for optimizers of this package."""
     if isinstance(optimizer, MatrixOptimizer):
         problem = config_problem({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}})
         raise ValueError(f"{type(optimizer).__name__} under DeepSpeed: {problem}.")
@@ -258,7 +258,7 @@ def _configure_optimizer(original: Original, engine: Any, client_optimizer: Any,
             return optimizer
 
         client = checked(client_optimizer)
-        if callable(client):  # makes the optimizer of the parameters
+        if callable(client):  # a function that makes the optimizer
             client = lambda parameters: checked(client_optimizer(parameters))  # noqa: E731
         original(engine, client, model_parameters)
     if isinstance(engine.basic_optimizer, MatrixOptimizer):
@@ -266,7 +266,7 @@ def _configure_optimizer(original: Original, engine: Any, client_optimizer: Any,
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the engine's module alone, and hooks it once it has run, since importing DeepSpeed here would take seconds."""
+    """Finds the engine's module alone, and patches it after its import: to import DeepSpeed here would take seconds."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         if name != ENGINE_MODULE:
@@ -289,8 +289,9 @@ setattr(_Finder, MARK, True)
 
 @contextmanager
 def _without_steps(optimizer: MatrixOptimizer) -> Iterator[None]:
-    """``FP16_UnfusedOptimizer`` makes state by a step on gradients of zero, which would decay weights and count."""
-    kept = optimizer.__dict__.get("step")  # of a scheduler
+    """Disables ``step()``: ``FP16_UnfusedOptimizer`` makes state by a step on zero gradients, which would decay weights and
+    count."""
+    kept = optimizer.__dict__.get("step")  # a scheduler's wrapper
     optimizer.step = lambda closure=None: None  # type: ignore[method-assign]
     try:
         yield
@@ -324,7 +325,7 @@ def load_weights(engine: Any, weights: Mapping[str, Tensor]) -> None:
 
 
 def _load_checkpoint(original: Original, engine: Any, checkpoint_path: str, *args: Any, **kwargs: Any) -> Any:
-    """The function by which ``Trainer`` resumes a DeepSpeed run, for checkpoints that DeepSpeed did not write too."""
+    """``Trainer``'s function that resumes a DeepSpeed run, also for checkpoints of other wrappers."""
     if not isinstance(getattr(engine, "basic_optimizer", None), MatrixOptimizer):
         return original(engine, checkpoint_path, *args, **kwargs)
     folder = find_deepspeed(checkpoint_path)
@@ -345,7 +346,7 @@ def _weights_of(folder: Path) -> dict[str, Tensor]:
 
 
 def _check_layout(engine: Any, folder: Path, checkpoint: str) -> None:
-    """Refuses files of another stage or number of ranks, which DeepSpeed fails on in ways that name neither."""
+    """Refuses files of another stage or number of ranks. DeepSpeed's own errors name neither."""
     ranks, stages = layout_of(folder)
     stage = int(engine.zero_optimization_stage())
     if str(stage) not in stages or ranks != (engine.seq_dp_world_size if stage else 0):

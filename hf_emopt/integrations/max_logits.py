@@ -189,7 +189,7 @@ class MaxLogits:
             )
         weights = (part.parameter for found in self.found.values() for part in (*found.query, *found.key))
         device = next((tensor.device for tensor in (*self._best.values(), *weights)), torch.device("cpu"))
-        unmeasured = {name: torch.full((found.heads,), -torch.inf) for name, found in self.found.items()}
+        unmeasured = {name: torch.full((found.heads,), -torch.inf, device=device) for name, found in self.found.items()}
         best = {**unmeasured, **self._best}
         flat = torch.cat([best[name].to(device, torch.float32) for name in self.found])
         if self.process_group != "self" and dist.is_available() and dist.is_initialized():

@@ -1,4 +1,4 @@
-"""Wraps functions and methods of transformers, Accelerate and DeepSpeed where they offer no hook."""
+"""Wraps functions and methods of transformers, Accelerate and DeepSpeed that have no hook."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Callable
 from typing import Any
 
 MARK = "__hf_emopt__"
-"""Attribute of everything that this package puts into another one, by which a reload of the package knows its own work. The
-attribute of a wrapper is the function that it wraps."""
+"""Attribute of every object that this package puts into another one, so that a reload recognizes it. That of a wrapper is the
+wrapped function."""
 
 Original = Callable[..., Any]
 
 
 def patch(holder: Any, name: str, replacement: Callable[..., Any]) -> bool:
-    """Has calls of ``holder.name(...)``, of a class or module, run ``replacement(original, ...)``. Idempotent.
+    """Makes ``holder.name(...)``, of a class or module, call ``replacement(original, ...)``. Idempotent.
 
     Returns:
-        Whether ``holder`` has the attribute; nothing is changed where it has not.
+        Whether ``holder`` has the attribute; without it nothing is changed.
     """
     original = getattr(holder, name, None)
     if original is None:

@@ -42,7 +42,7 @@ def refuse_unsupported(args: TrainingArguments, model: nn.Module | None) -> None
 
 
 def warn_of_missing_fsdp() -> None:
-    """Says that Accelerate was asked for FSDP and trains without: it has none on CPUs, and does not say so."""
+    """Warns where Accelerate was asked for FSDP and silently trains without it, as it does on CPUs."""
     asked = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("true", "1")
     if asked and PartialState().distributed_type == DistributedType.MULTI_CPU:
         warnings.warn(
@@ -66,7 +66,7 @@ def _refuse_plugin(name: str, plugin: Any) -> None:
 
 
 def deepspeed_problem(name: str, config: Mapping[str, Any]) -> str | None:
-    """What in a DeepSpeed configuration is refused where Accelerate or ``Trainer`` use it, and what to write instead."""
+    """The problem of a DeepSpeed configuration under Accelerate or ``Trainer``, with its fix; ``None`` if there is none."""
     problem = config_problem(config)
     if problem is None and "zero_optimization" not in config:
         problem = 'Accelerate needs a "zero_optimization" block: write "zero_optimization": {"stage": 0} for none'
@@ -96,7 +96,7 @@ def refuse_accelerator(accelerator: Any, name: str) -> None:
 
 
 def refuse_layouts(name: str, model: nn.Module | None) -> None:
-    """Refuses parameters of which no rank holds elements; DTensors may be sharded or replicated over any mesh dimensions.
+    """Refuses partial sums and FSDP1; DTensors may be sharded or replicated over any mesh dimensions.
 
     Raises:
         ValueError: for partial sums, and for modules under FSDP1.
@@ -139,7 +139,7 @@ def fsdp1_problem(name: str, fix: str) -> str:
 
 
 def config_problem(config: Mapping[str, Any]) -> str | None:
-    """What in DeepSpeed's JSON (``"auto"`` counts as not given) a matrix optimizer cannot train with, and the fix."""
+    """The first problem of DeepSpeed's JSON for a matrix optimizer, with its fix; ``"auto"`` counts as not given."""
     return next(_config_problems(config), None)
 
 
@@ -221,7 +221,7 @@ number is that of all groups; a list has one for each. Zero keeps every ratio.""
 
 
 def scheduler_problem(config: Mapping[str, Any], rates: Sequence[float]) -> str | None:
-    """What in a ``"scheduler"`` block would give groups of different learning rates (``rates``) the same one, and the fix."""
+    """The setting of a ``"scheduler"`` block that would give groups with different ``rates`` the same one, with its fix."""
     scheduler = section(config, "scheduler")
     kind, given = str(scheduler.get("type")), section(scheduler, "params")
     if len(set(rates)) < 2:

@@ -1,4 +1,4 @@
-"""A ``Trainer`` that knows about matrix optimizers: overlap between nodes, the plan shown, metrics in every log."""
+"""A ``Trainer`` for matrix optimizers: overlap between nodes, the plan at the start, metrics in every log."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from transformers import Trainer
 from transformers.training_args import ParallelMode
 from transformers.utils import logging
 
-from hf_emopt.integrations.checkpoints import attach_checkpoint_hooks
 from hf_emopt.integrations.refusals import optim_name
 from hf_emopt.integrations.registry import unwrap_optimizer
 from hf_emopt.integrations.sharded_checkpoints import is_sharded_at_load, load_optimizer, permitted, save_optimizer
@@ -23,19 +22,19 @@ logger = logging.get_logger("transformers.hf_emopt")
 
 
 class EmoptTrainerMixin:
-    """Mix in before any ``Trainer``: ``class EmoptSFTTrainer(EmoptTrainerMixin, SFTTrainer)``.
+    """Mixes into any ``Trainer``, as the first base: ``class EmoptSFTTrainer(EmoptTrainerMixin, SFTTrainer)``.
 
-    A plain ``Trainer`` trains to the same weights and saves the same checkpoints. This adds:
+    A plain ``Trainer`` trains to the same weights and saves the same checkpoints. The mixin adds:
 
-    * Between several nodes ``overlap_param_gather`` is on, unless ``optim_args`` or ``EMOPT_OVERLAP_PARAM_GATHER`` says
-      otherwise, where nothing reads parameters between a step and the next forward pass: see :meth:`overlap_applies`.
-    * Routes and the plan (owners, costs and bytes of each rank) are shown at the start of training under the default
-      verbosity; ``explain_at_start = False`` leaves the one line that a plain ``Trainer`` shows.
-    * Learning rates by group and ``skipped_steps`` are in ``log`` itself, so that overrides of ``log`` and callbacks of
-      every position see them.
+    * ``overlap_param_gather`` is on between nodes where nothing reads parameters between a step and the next forward pass
+      (:meth:`overlap_applies`), unless ``optim_args`` or ``EMOPT_OVERLAP_PARAM_GATHER`` gives another value.
+    * The start of training shows routes and the plan (owners, costs and bytes of each rank) at the default verbosity;
+      ``explain_at_start = False`` leaves the one line of a plain ``Trainer``.
+    * ``log`` itself has the learning rates by group and ``skipped_steps``, so that overrides of ``log`` and all callbacks see
+      them.
     * ``trainer.accelerator.save_state`` saves the whole state of the optimizer.
-    * Models that transformers shards while it loads them (``DistributedConfig``: tensor and expert parallelism) are saved and
-      resumed with their optimizer, where a plain ``Trainer`` saves the model alone.
+    * Checkpoints of models that transformers shards while it loads them (``DistributedConfig``: tensor and expert
+      parallelism) contain the optimizer. A plain ``Trainer`` saves the model alone.
     """
 
     explain_at_start: ClassVar[bool] = True
@@ -65,17 +64,12 @@ class EmoptTrainerMixin:
             )
         return self
 
-    def create_accelerator_and_postprocess(self) -> None:
-        """As ``Trainer``'s; the accelerator then saves the whole state."""
-        super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        attach_checkpoint_hooks(self._trainer().accelerator)
-
     def overlap_applies(self) -> bool:
         """Whether a delayed gather of parameters is both useful and safe.
 
-        It is useful under DistributedDataParallel between nodes (the launcher's ``LOCAL_WORLD_SIZE`` tells). It is not safe
-        where something other than the model's forward pass reads parameters after a step: a compiled model, which does not
-        run hooks of its modules, a callback that is not from transformers, or generation by vLLM, which is sent the weights.
+        It is useful under DistributedDataParallel between nodes, by the launcher's ``LOCAL_WORLD_SIZE``. It is not safe where
+        other code than the model's forward pass reads parameters after a step: a compiled model, which runs no hooks of its
+        modules, a callback from outside transformers, or vLLM, which generates with copies of the weights.
         """
         trainer = self._trainer()
         args = trainer.args

@@ -1,15 +1,16 @@
-"""Optimizer names for ``TrainingArguments(optim=...)`` and what a plain ``Trainer`` needs to run them well.
+"""Optimizer names for ``TrainingArguments(optim=...)``, and the hooks of a plain ``Trainer``.
 
-transformers has no entry point for optimizers, so ``import hf_emopt`` calls :func:`register`, which adds names, handlers and
-a default callback to its tables, and wraps methods of ``Trainer``. Other optimizers see no effect.
+transformers has no entry point for optimizers. So ``import hf_emopt`` calls :func:`register`, which adds names, handlers and
+a default callback to its tables, and wraps methods of ``Trainer``. Other optimizers are not affected.
 """
 
 from __future__ import annotations
 
 import logging as levels
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch import nn
 from transformers import trainer, trainer_optimizer, training_args
 from transformers.trainer_callback import TrainerState
 from transformers.trainer_optimizer import OptimizerContext
@@ -18,13 +19,14 @@ from transformers.utils import logging
 
 from hf_emopt.integrations.accelerate import overruled_environment, trainer_environment
 from hf_emopt.integrations.callback import MeasuringCallback, level_of_environment
-from hf_emopt.integrations.checkpoints import hook_trainer, synchronize
+from hf_emopt.integrations.checkpoints import hook_accelerate, hook_trainer, synchronize
 from hf_emopt.integrations.enum_members import add_string_member
 from hf_emopt.integrations.optim_args import parse_optim_args
 from hf_emopt.integrations.patching import MARK, patch
 from hf_emopt.integrations.refusals import optim_name, refuse_deepspeed, refuse_unsupported
 from hf_emopt.integrations.registry import OPTIMIZERS, PREFIX, unwrap_optimizer
 from hf_emopt.optimizers.base import MatrixOptimizer
+from hf_emopt.optimizers.param_groups import keep_parameters
 
 __all__ = ["OPTIMIZERS", "DefaultCallback", "OptimizerFactory", "register", "register_optimizer", "unwrap_optimizer"]
 
@@ -36,20 +38,61 @@ Handler = Callable[[OptimizerContext], tuple[Any, dict[str, Any]]]
 
 
 class OptimizerFactory:
-    """What a handler returns, so that ``Trainer`` builds the optimizer on the model instead of on its two decay groups.
+    """The result of a handler, with which ``Trainer`` builds the optimizer on the model and not on its two decay groups.
 
-    ``Trainer`` calls the factory without arguments and the result with ``(model, **kwargs)``. Called with arguments, as code
-    that knows no factories does with what ``get_optimizer_cls_and_kwargs`` gives it, it is the optimizer's class.
+    ``Trainer`` calls the factory without arguments and the result with ``(model, **kwargs)``. Code that knows no factories
+    calls the result of ``get_optimizer_cls_and_kwargs`` with arguments; the factory then acts as the optimizer's class.
+
+    Args:
+        model: what ``get_optimizer_cls_and_kwargs`` was asked for, if anything: trainers of sentence-transformers ask for the
+            loss, which has the model and may have parameters of its own.
     """
 
-    def __init__(self, optimizer_cls: type[MatrixOptimizer]) -> None:
-        self.optimizer_cls = optimizer_cls
+    def __init__(self, optimizer_cls: type[MatrixOptimizer], model: nn.Module | None = None) -> None:
+        self.optimizer_cls, self.model = optimizer_cls, model
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        return self.optimizer_cls(*args, **options) if args or options else self.optimizer_cls
+        return self._build(*args, **options) if args or options else self._build
+
+    def _build(self, *params: Any, **options: Any) -> MatrixOptimizer:
+        """The optimizer of a model, or of what a subclass of ``Trainer`` puts in its place, as ``Trainer`` has it."""
+        given = [options.pop(key) for key in ("params", "model", "optimizer_dict") if key in options]
+        model = self.model or next((p for p in params if isinstance(p, nn.Module)), None)
+        if not given or isinstance(given[-1], nn.Module) or model is None:
+            return self.optimizer_cls(*(given[-1:] or params), **options)
+        groups = [g if isinstance(g, dict) else {"params": [g]} for g in given[-1]]
+        return with_groups(self.optimizer_cls(model, **options), groups)
 
     def __repr__(self) -> str:
         return f"OptimizerFactory({self.optimizer_cls.__name__})"
+
+
+def with_groups(optimizer: MatrixOptimizer, groups: Sequence[dict[str, Any]]) -> MatrixOptimizer:
+    """Takes learning rates from groups of parameters that a trainer made, and those parameters that no module has.
+
+    Raises:
+        ValueError: a parameter is in none of the groups.
+    """
+    chosen = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
+    known = {id(p): n for group in optimizer.param_groups for n, p in zip(group["param_names"], group["params"])}
+    if missing := [name for key, name in known.items() if key not in chosen]:
+        raise ValueError(
+            f"the trainer's groups of parameters leave out {', '.join(missing[:5])} ({len(missing)} in all): freeze what is "
+            "not to be trained with requires_grad=False"
+        )
+    for number, given in enumerate(groups):
+        for group in list(optimizer.param_groups) if "lr" in given else ():
+            part = {key: list(value) if isinstance(value, list) else value for key, value in group.items()}
+            keep_parameters([part], {key for key, own in chosen.items() if own == number})
+            if part["params"]:
+                keep_parameters([group], known.keys() - set(map(id, part["params"])))
+                peak = {"peak_lr": given["lr"]} if "peak_lr" in part else {}
+                optimizer.param_groups.append({**part, **peak, "lr": given["lr"], "name": f"{part['name']}_{number}"})
+        extra = [(f"extra.{number}.{i}", p) for i, p in enumerate(given["params"]) if id(p) not in known]
+        if any(p.requires_grad for _, p in extra):
+            optimizer.add_param_group({**given, "params": extra})
+    optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+    return optimizer
 
 
 def optimizer_kwargs(args: TrainingArguments, optimizer_cls: type[MatrixOptimizer]) -> dict[str, Any]:
@@ -88,7 +131,7 @@ def register_optimizer(name: str, optimizer_cls: type[MatrixOptimizer]) -> None:
 
     def handler(context: OptimizerContext) -> tuple[Any, dict[str, Any]]:
         refuse_unsupported(context.args, context.model)
-        return OptimizerFactory(optimizer_cls), optimizer_kwargs(context.args, optimizer_cls)
+        return OptimizerFactory(optimizer_cls, context.model), optimizer_kwargs(context.args, optimizer_cls)
 
     setattr(handler, MARK, True)
     handlers[member] = handler
@@ -102,6 +145,7 @@ def register() -> None:
     patch(trainer.Trainer, "get_optimizer_cls_and_kwargs", _get_optimizer_cls_and_kwargs)
     patch(trainer.Trainer, "create_optimizer", _create_optimizer)
     hook_trainer()
+    hook_accelerate()
     callbacks: list[Any] = trainer.DEFAULT_CALLBACKS
     callbacks[:] = [callback for callback in callbacks if not hasattr(callback, MARK)]
     callbacks.append(DefaultCallback)
@@ -124,16 +168,16 @@ def _get_optimizer_cls_and_kwargs(
 
 
 def _create_optimizer(original: Callable[..., Any], self: trainer.Trainer, *args: Any, **options: Any) -> Any:
-    """Gives our classes the model, in place of two lists of parameters that do not say which are embeddings and heads."""
+    """Passes the model to our classes, and not two lists of parameters, which do not show embeddings and heads."""
     given = getattr(self, "optimizer_cls_and_kwargs", None)
     cls = given[0] if given is not None else None
     if self.optimizer is None and isinstance(cls, type) and issubclass(cls, MatrixOptimizer):
         assert given is not None
         refuse_unsupported(self.args, self.model)
         model = next((m for m in (*args, options.get("model")) if m is not None), self.model)
-        if not {"params", "model", "optimizer_dict"} & set(given[1]):
-            decay = {"weight_decay": self.args.weight_decay}
-            self.optimizer_cls_and_kwargs = cls, {**decay, **given[1], "model": model}
+        decay = {"weight_decay": self.args.weight_decay}
+        factory: Any = OptimizerFactory(cls, model)
+        self.optimizer_cls_and_kwargs = factory, {**decay, **given[1]}
     return original(self, *args, **options)
 
 
@@ -157,11 +201,11 @@ def group_learning_rates(optimizer: MatrixOptimizer, peak: bool = False) -> dict
 
 
 class DefaultCallback(MeasuringCallback):
-    """Shows what a matrix optimizer does; silent for every other optimizer.
+    """Describes a matrix optimizer in the logs; silent for every other optimizer.
 
-    At the start of training: one line at warning level and the whole route of the parameters at info level. In each training
-    log: ``lr/matrix`` and ``lr/aux``, ``skipped_steps`` once a step has been skipped, and the diagnostics that are asked for.
-    A callback of the user's would run after the loggers' callbacks.
+    The start of training shows one line at warning level and the whole route of the parameters at info level. Each training
+    log gets ``lr/matrix`` and ``lr/aux``, ``skipped_steps`` after a skipped step, and the requested diagnostics. It is a
+    default callback, since a user's callback would run after those of the loggers.
     """
 
     route_level = levels.INFO

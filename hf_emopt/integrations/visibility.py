@@ -1,4 +1,4 @@
-"""Which keys each query sees, as each of transformers' attention functions reads its arguments."""
+"""The keys that each query sees, by the arguments of each of transformers' attention functions."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def visible_of(
     Args:
         implementation: name that the function is registered under; ``None`` or ``"eager"`` for a model's own.
         query, key: ``(B, H, Q, D)``, ``(B, H_kv, K, D)``.
-        mask: of four dimensions for eager and SDPA; of two, for padding, for FlashAttention; a ``BlockMask`` of
+        mask: ``(B, H or 1, Q, K)`` for eager and SDPA; ``(B, K)`` bool for padding, for FlashAttention; a ``BlockMask`` of
             FlexAttention; ``None``.
 
     Raises:
-        ValueError: for a mask of another form.
+        ValueError: a mask of another form, or packed sequences whose queries and keys differ in length.
     """
     if mask is not None and hasattr(mask, "mask_mod"):
         return Visible(function=mask.mask_mod)
@@ -34,7 +34,7 @@ def visible_of(
             f"QK-clip: {implementation!r} attention got a mask of form {form}, which is not understood; use mode='bound', "
             "which reads no mask"
         )
-    if implementation in (None, "eager"):  # without a mask a model's own function hides nothing
+    if implementation in (None, "eager"):  # a model's own function hides by its mask alone
         return Visible() if mask is None else _padded(mask, query, key)
     if implementation == "sdpa":
         # torch aligns the first query with the first key.
@@ -53,7 +53,7 @@ def _padded(mask: Tensor, query: Tensor, key: Tensor) -> Visible:
 
 
 def _flash(module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, kwargs: dict[str, Any]) -> Visible:
-    """FlashAttention: padding by a mask of two dimensions, packed sequences by lengths or positions, windows by size."""
+    """FlashAttention: padding by a mask ``(B, K)``, packed sequences by lengths or positions, windows by size."""
     queries, keys = query.shape[2], key.shape[2]
     size = kwargs.get("sliding_window")
     window = (size - 1, size - 1) if size is not None and keys > size else None
@@ -74,7 +74,7 @@ def _flash(module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, k
 
 
 def _packed(starts_q: Tensor, starts_k: Tensor, query: Tensor, key: Tensor, options: dict[str, Any]) -> Visible:
-    """Sequences one after the other, all rows of the batch as one; each is aligned at its end."""
+    """Concatenated sequences, all rows of the batch as one; queries and keys of a sequence are aligned at its end."""
     if not torch.equal(starts_q, starts_k) and (options["causal"] or options["window"]):
         raise ValueError(
             "QK-clip: packed sequences with other lengths of queries than of keys, causal or in windows, are not understood; "

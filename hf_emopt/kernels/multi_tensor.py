@@ -12,6 +12,7 @@ import math
 import operator
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
+from typing import Literal
 
 import numpy as np
 import torch
@@ -126,15 +127,15 @@ class MultiTensorTable:
         ok: Tensor | None = None,
     ) -> None:
         """Copies with a cast, times one float32 scale for each left tensor if given; zeros where ``ok``, a scalar bool on the
-        device, is ``False``, whatever is on the left."""
+        device, is ``False``."""
         if len(self):
-            self._copy(self._prepared((left,), (right,), right[0].device), left, right, scales, self._left_part, ok)
+            self._copy(self._prepared((left,), (right,), right[0].device), left, right, scales, ok)
 
-    def to_left(self, right: Sequence[Tensor], left: Sequence[Tensor], scales: Sequence[float] | None = None) -> None:
-        """Copies with a cast, times one float32 scale for each right tensor if given."""
+    def to_left(self, right: Sequence[Tensor], left: Sequence[Tensor]) -> None:
+        """Copies with a cast."""
         if len(self):
             prepared = self._prepared((left,), (right,), left[0].device, right_first=True)
-            self._copy(prepared, right, left, scales, self._right_part)
+            self._copy(prepared, right, left)
 
     def apply(
         self,
@@ -144,8 +145,7 @@ class MultiTensorTable:
         shrink: float,
         ok: Tensor | None,
         scales: Sequence[float] | None = None,
-        cautious: bool = False,
-        after: bool = False,
+        decay: Literal["before", "after", "cautious"] = "before",
     ) -> None:
         """``p <- (1 - shrink) p - lr scale u`` in place on the left.
 
@@ -154,18 +154,17 @@ class MultiTensorTable:
             updates: right list, of one dtype.
             ok: scalar bool on the device; ``False`` leaves the weights as they are.
             scales: one for each right tensor.
-            cautious: shrink only where the update pulls the weight towards zero.
-            after: shrink what the update has made of the weight.
+            decay: shrink the weight before the update, after it, or only where the update pulls the weight towards zero.
         """
         if not len(self):
             return
         from hf_emopt.kernels.triton import multi_tensor_kernels as kernels
 
         prepared = self._prepared((weights,), (updates,), weights[0].device)
-        decay = 0 if shrink == 0.0 else 3 if cautious else 2 if after else 1
+        kind = 0 if shrink == 0.0 else {"before": 1, "after": 2, "cautious": 3}[decay]
         factors = self._scale_table(scales, self._right_part, prepared)
-        arguments = (factors, _flag(ok, prepared), lr, shrink if decay == 3 else 1.0 - shrink)
-        constants = (scales is not None, decay, ok is not None)
+        arguments = (factors, _flag(ok, prepared), lr, shrink if kind == 3 else 1.0 - shrink)
+        constants = (scales is not None, kind, ok is not None)
         kernels.launch_spans(kernels.apply_kernel, prepared, (weights, updates), arguments, constants)
 
     def _copy(
@@ -173,13 +172,12 @@ class MultiTensorTable:
         prepared: Prepared,
         source: Sequence[Tensor],
         target: Sequence[Tensor],
-        scales: Sequence[float] | None,
-        which: np.ndarray,
+        scales: Sequence[float] | None = None,
         ok: Tensor | None = None,
     ) -> None:
         from hf_emopt.kernels.triton import multi_tensor_kernels as kernels
 
-        arguments = (self._scale_table(scales, which, prepared), _flag(ok, prepared))
+        arguments = (self._scale_table(scales, self._left_part, prepared), _flag(ok, prepared))
         constants = (scales is not None, ok is not None)
         kernels.launch_spans(kernels.copy_kernel, prepared, (source, target), arguments, constants)
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hf_emopt.linalg.matmul_precision import plain_arithmetic
+
 _BLOCK_NUMEL = 2**24  # 64 MiB of float32
 
 
@@ -75,7 +77,7 @@ class Visible:
         return functools.reduce(torch.bitwise_and, seen) if seen else None
 
 
-@torch.no_grad()
+@plain_arithmetic()
 def max_logit(query: Tensor, key: Tensor, scaling: float, visible: Visible, block_numel: int = _BLOCK_NUMEL) -> Tensor:
     """``max_ij scaling * q_i . k_j`` over the batch, for every head and the keys that each query sees.
 
@@ -125,7 +127,7 @@ def _products(query: Tensor, key: Tensor, dtype: torch.dtype) -> Tensor:
     return product.view(batch, heads, rows, cols)
 
 
-@torch.no_grad()
+@plain_arithmetic()
 def logit_bound(query: Tensor, key: Tensor, scaling: float) -> Tensor:
     """``scaling * max_b (max_i |q_i| max_j |k_j|)``, which no logit of a head exceeds (Cauchy-Schwarz).
 

@@ -40,7 +40,7 @@ _MOST_STEPS_TOGETHER = 3
 @functools.cache
 def _trial_matrices() -> Tensor:
     """``(24, 64, 96)`` float32, normalized: flat spectra, one and a few large singular values, and a condition of 1e6."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(6, *shape, generator=generator, device="cpu", dtype=torch.float32)
@@ -321,25 +321,11 @@ def _form_of(
 
 @torch.library.custom_op("hf_emopt::newton_schulz", mutates_args=())
 def _iterate_op(
-    x: Tensor,
-    coefficients: list[float],
-    restarts: list[int] | None,
-    safety_factor: float,
-    dtype: torch.dtype,
-    backend: str,
+    x: Tensor, coefficients: list[float], restarts: list[int] | None, factor: float, dtype: torch.dtype, backend: str
 ) -> Tensor:
     steps = tuple(zip(coefficients[::3], coefficients[1::3], coefficients[2::3], strict=True))
     places = None if restarts is None else tuple(restarts)
-    return _iterate(x, _Settings(steps, places, safety_factor, dtype, backend))  # type: ignore[arg-type]
+    return _iterate(x, _Settings(steps, places, factor, dtype, backend))  # type: ignore[arg-type]
 
 
-@_iterate_op.register_fake
-def _(
-    x: Tensor,
-    coefficients: list[float],
-    restarts: list[int] | None,
-    safety_factor: float,
-    dtype: torch.dtype,
-    backend: str,
-) -> Tensor:
-    return normalized_like(x, dtype)
+_iterate_op.register_fake(lambda x, coefficients, restarts, factor, dtype, backend: normalized_like(x, dtype))

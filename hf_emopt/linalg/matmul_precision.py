@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
@@ -62,50 +62,9 @@ def unit_roundoff(dtype: torch.dtype, precision: Precision) -> float:
 
 # Flags
 
-
-def _has_backend_flags() -> bool:
-    # torch >= 2.9. There, once a program has used these flags to anything that the old ones cannot express, the old
-    # getters raise; the new ones never do, and writing them leaves the old setting alone. So they are used alone.
-    return hasattr(torch._C, "_set_fp32_precision_setter") and hasattr(torch._C, "_get_fp32_precision_getter")
-
-
-def _backend_flags() -> list[tuple[str, str]]:
-    return [("cuda", "matmul"), ("mkldnn", "matmul")]
-
-
-def _backend_change(allow_tf32: bool) -> Callable[[], None] | None:
-    c: Any = torch._C
-    wanted = "tf32" if allow_tf32 else "ieee"
-    undo: list[tuple[str, str, str]] = []
-    for backend, op in _backend_flags():
-        current = c._get_fp32_precision_getter(backend, op)
-        # On the CPU no product is ever lowered on request: the emulated precisions serve there.
-        target = wanted if backend == "cuda" else "ieee"
-        if current == target or (target == "ieee" and current == "none"):
-            continue
-        # The getter resolves "none" to what the flag above says. Put back "none" if that gives the same answer:
-        # a flag that followed the one above goes on doing so.
-        undo.append((backend, op, current))
-        c._set_fp32_precision_setter(backend, op, target)
-    if not undo:
-        return None
-
-    def restore() -> None:
-        for backend, op, value in undo:
-            c._set_fp32_precision_setter(backend, op, "none")
-            if c._get_fp32_precision_getter(backend, op) != value:
-                c._set_fp32_precision_setter(backend, op, value)
-
-    return restore
-
-
-def _legacy_change(allow_tf32: bool) -> Callable[[], None] | None:
-    current = torch.get_float32_matmul_precision()
-    wanted = "high" if allow_tf32 else "highest"
-    if current == wanted:
-        return None
-    torch.set_float32_matmul_precision(wanted)
-    return lambda: torch.set_float32_matmul_precision(current)
+# Once a program has used the new flags to anything that the old ones (torch.set_float32_matmul_precision) cannot express, the
+# old getters raise; the new ones never do, and writing them leaves the old setting alone. So they are used alone.
+_FLAGS = (("cuda", "matmul"), ("mkldnn", "matmul"))
 
 
 @contextlib.contextmanager
@@ -117,24 +76,40 @@ def matmul_precision(precision: Precision = "highest") -> Iterator[None]:
     The flags belong to the process, so a thread that multiplies float32 matrices meanwhile sees them too. Nothing is
     written where a flag already says what is wanted, as the default of torch does for ``highest``.
 
-    With torch 2.9 or newer only ``fp32_precision`` of ``torch.backends.cuda.matmul`` and ``torch.backends.mkldnn.matmul``
-    is written. Inside, torch may therefore refuse ``torch.get_float32_matmul_precision()`` as ambiguous.
+    Only ``fp32_precision`` of ``torch.backends.cuda.matmul`` and ``torch.backends.mkldnn.matmul`` is written. Inside, torch
+    may therefore refuse ``torch.get_float32_matmul_precision()`` as ambiguous.
 
     Raises:
         ValueError: unknown ``precision``.
     """
     check_precision(precision)
-    allow_tf32 = precision == "tf32"
-    restore = (_backend_change if _has_backend_flags() else _legacy_change)(allow_tf32)
+    c: Any = torch._C
+    undo: list[tuple[str, str, str]] = []
     try:
-        with contextlib.ExitStack() as stack:
-            for device in ("cpu", "cuda"):
-                if torch.is_autocast_enabled(device):
-                    stack.enter_context(torch.autocast(device, enabled=False))
+        for backend, op in _FLAGS:
+            current = c._get_fp32_precision_getter(backend, op)
+            # On the CPU no product is ever lowered on request: the emulated precisions serve there.
+            target = "tf32" if precision == "tf32" and backend == "cuda" else "ieee"
+            if current != target and not (target == "ieee" and current == "none"):
+                undo.append((backend, op, current))
+                c._set_fp32_precision_setter(backend, op, target)
+        with c._DisableAutocast():
             yield
     finally:
-        if restore is not None:
-            restore()
+        # The getter resolves "none" to what the flag above says. Put back "none" if that gives the same answer: a flag that
+        # followed the one above goes on doing so.
+        for backend, op, value in undo:
+            c._set_fp32_precision_setter(backend, op, "none")
+            if c._get_fp32_precision_getter(backend, op) != value:
+                c._set_fp32_precision_setter(backend, op, value)
+
+
+@contextlib.contextmanager
+def plain_arithmetic() -> Iterator[None]:
+    """Within, and in what it decorates: no gradients, and neither autocast nor inference mode of the caller, under which
+    products come out in 16 bits and state cannot be written to later."""
+    with torch.inference_mode(False), torch.no_grad(), torch._C._DisableAutocast():
+        yield
 
 
 # Products
@@ -194,8 +169,7 @@ def multiply_16(a: Tensor, b: Tensor, *, wide: bool = True) -> Tensor:
     if a.is_cuda and not wide:
         return a @ b
     if a.is_cuda and a.ndim == 3:
-        with contextlib.suppress(TypeError):  # torch < 2.8 has no out_dtype
-            return torch.bmm(a, b, out_dtype=torch.float32)
+        return torch.bmm(a, b, out_dtype=torch.float32)
     with matmul_precision("tf32"):  # numbers of 16 bits are TF32 numbers
         value = a.float() @ b.float()
     return value if wide else value.to(a.dtype)

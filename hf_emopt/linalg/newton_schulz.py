@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
@@ -17,7 +19,8 @@ from torch import Tensor
 
 from hf_emopt.linalg.coefficients import CoefficientSpec, ResolvedCoefficients, resolve_coefficients
 from hf_emopt.linalg.gram_newton_schulz import find_restart_steps, iterate
-from hf_emopt.linalg.symmetric_products import add_product, gram, kernels_pay, symmetric_polynomial
+from hf_emopt.linalg.matmul_precision import matmul_precision
+from hf_emopt.linalg.symmetric_products import kernels_pay
 
 Method: TypeAlias = Literal["auto", "standard", "gram"]
 Normalization: TypeAlias = Literal["scale_free", "clamp", "add"]
@@ -114,20 +117,28 @@ def newton_schulz(
     # One matrix runs through mm and addmm: faster than a batch of one, and what the reference programs do.
     matrices = x.reshape(shape[-2:]) if batch == 1 else x.reshape(batch, *shape[-2:])
     kernels = kernels and dtype in (torch.float16, torch.bfloat16)
-    if kernels or method == "gram":
-        use_gram = method == "gram" or (method == "auto" and dtype == torch.float16 and gram_pays(*shape[-2:]))
-        restarts = _restarts(resolved.steps) if use_gram else None
-        return iterate(matrices, resolved.steps, restarts, resolved.safety_factor, dtype).reshape(shape)
-    tall = shape[-2] > shape[-1]
-    if tall:
-        matrices = matrices.mT
-    if normalization == "scale_free":
-        y = _iterate(_normalize_scale_free(matrices, resolved, dtype), resolved)
-    elif normalization == "clamp":
-        y = _iterate(_normalize_clamp(matrices, resolved.safety_factor, dtype, floor), resolved)
-    else:
-        y = _iterate_unfused(_normalize_add(matrices, resolved.safety_factor, dtype, floor), resolved)
-    return (y.mT if tall else y).reshape(shape)
+    with _modes(x.device, dtype):
+        if kernels or method == "gram":
+            use_gram = method == "gram" or (method == "auto" and dtype == torch.float16 and gram_pays(*shape[-2:]))
+            restarts = _restarts(resolved.steps) if use_gram else None
+            return iterate(matrices, resolved.steps, restarts, resolved.safety_factor, dtype).reshape(shape)
+        tall = shape[-2] > shape[-1]
+        if tall:
+            matrices = matrices.mT
+        if normalization == "scale_free":
+            y = _iterate(normalize_scale_free(matrices, resolved, dtype), resolved)
+        elif normalization == "clamp":
+            y = _iterate(_normalize_clamp(matrices, resolved.safety_factor, dtype, floor), resolved)
+        else:
+            y = _iterate_unfused(_normalize_add(matrices, resolved.safety_factor, dtype, floor), resolved)
+        return (y.mT if tall else y).reshape(shape)
+
+
+def _modes(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[Any]:
+    """Products are of ``dtype`` whatever autocast and, for float32, the flags for TF32 say."""
+    if torch.compiler.is_compiling():  # which knows the one of the three
+        return torch.autocast(device.type, enabled=False)
+    return matmul_precision("highest") if dtype == torch.float32 else torch._C._DisableAutocast()
 
 
 def _checked(
@@ -234,23 +245,37 @@ def _frobenius_norm(x: Tensor) -> Tensor:
     return norm
 
 
-def _normalize_scale_free(x: Tensor, resolved: ResolvedCoefficients, dtype: torch.dtype) -> Tensor:
+def _peak(x: Tensor) -> Tensor:
+    peak: Tensor = torch.linalg.vector_norm(x, ord=math.inf, dim=(-2, -1), keepdim=True)
+    return peak
+
+
+def gram(x: Tensor) -> Tensor:
+    """``X X^T``: ``(..., m, n) -> (..., m, m)``, symmetric positive semidefinite up to rounding."""
+    return x @ x.mT
+
+
+def normalize_scale_free(
+    x: Tensor,
+    resolved: ResolvedCoefficients,
+    dtype: torch.dtype,
+    peak_of: Callable[[Tensor], Tensor] = _peak,
+    norm_of: Callable[[Tensor], Tensor] = _frobenius_norm,
+    gram_of: Callable[[Tensor], Tensor] = gram,
+) -> Tensor:
+    """``x`` ``(..., s, l)`` in ``dtype`` with the norm that the iteration starts from. Slices of matrices are given functions
+    of the whole ones: largest magnitude and Frobenius norm ``(..., 1, 1)``, and Gram matrix ``(..., s, s)``."""
     wide = x if x.dtype == torch.float64 else x.float()
-    peak: Tensor = torch.linalg.vector_norm(wide, ord=math.inf, dim=(-2, -1), keepdim=True)
+    peak = peak_of(wide)
     y = wide / peak.masked_fill(peak == 0, 1.0)  # a new tensor, which may be changed from here on
     # The largest entry is 1 now, so the norm of a matrix that is not zero is at least 1: the floor acts on zero only.
-    y.div_(_frobenius_norm(y).clamp_(min=1.0).mul_(resolved.safety_factor))
-    if resolved.scaling == "aol":
-        y = _rescale_rows(y, dtype)
+    y.div_(norm_of(y).clamp_(min=1.0).mul_(resolved.safety_factor))
+    if resolved.scaling == "aol":  # float16 would flush the squared norms of small rows to zero
+        product = gram_of(y if dtype == torch.float16 else y.to(dtype))
+        sums = torch.promote_types(product.dtype, y.dtype)
+        row_sum: Tensor = torch.linalg.vector_norm(product, ord=1, dim=-1, keepdim=True, dtype=sums)
+        y = y * row_sum.rsqrt().masked_fill(row_sum == 0, 0.0)
     return y.to(dtype)
-
-
-def _rescale_rows(y: Tensor, dtype: torch.dtype) -> Tensor:
-    # float16 would flush the squared norms of small rows to zero.
-    product = gram(y if dtype == torch.float16 else y.to(dtype))
-    sums = torch.promote_types(product.dtype, y.dtype)
-    row_sum: Tensor = torch.linalg.vector_norm(product, ord=1, dim=-1, keepdim=True, dtype=sums)
-    return y * row_sum.rsqrt().masked_fill(row_sum == 0, 0.0)
 
 
 def _normalize_clamp(x: Tensor, safety_factor: float, dtype: torch.dtype, eps: float) -> Tensor:
@@ -263,6 +288,20 @@ def _normalize_add(x: Tensor, safety_factor: float, dtype: torch.dtype, eps: flo
     y = x.to(dtype)
     norm = _frobenius_norm(y)
     return y / ((norm if safety_factor == 1 else norm * safety_factor) + eps)
+
+
+def symmetric_polynomial(a: Tensor, b: float, c: float) -> Tensor:
+    """``b A + c A A`` for symmetric ``A`` ``(..., m, m)``, rounded once."""
+    if c == 0:  # torch.baddbmm on the CPU ignores beta for bfloat16 when alpha is 0 (torch 2.13)
+        return b * a
+    product = torch.addmm if a.ndim == 2 else torch.baddbmm
+    return product(a, a, a, beta=b, alpha=c)
+
+
+def add_product(a: float, b: Tensor, x: Tensor) -> Tensor:
+    """``a X + B X`` for symmetric ``B`` ``(..., m, m)`` and ``X`` ``(..., m, n)``, rounded once."""
+    product = torch.addmm if x.ndim == 2 else torch.baddbmm
+    return product(x, b, x, beta=a)
 
 
 def _iterate(y: Tensor, resolved: ResolvedCoefficients) -> Tensor:

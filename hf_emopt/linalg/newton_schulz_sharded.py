@@ -27,15 +27,20 @@ from hf_emopt.linalg.gram_newton_schulz import (
     scales_of,
     start_factor,
 )
+from hf_emopt.linalg.matmul_precision import matmul_precision
 from hf_emopt.linalg.newton_schulz import (
     Normalization,
+    add_product,
     check_dtype,
     check_input,
     check_method,
     check_normalization,
     default_dtype,
+    gram,
+    normalize_scale_free,
+    symmetric_polynomial,
 )
-from hf_emopt.linalg.symmetric_products import add_product, gram, symmetric_polynomial, symmul_into
+from hf_emopt.linalg.symmetric_products import symmul_into
 
 Reduce = Callable[[Tensor], Tensor]
 """Reduces a contiguous tensor elementwise over the ranks that share a matrix, in place or not, and returns the result,
@@ -111,6 +116,7 @@ class _Slice:
 
 
 @torch.no_grad()
+@matmul_precision("highest")
 def newton_schulz_sharded(
     x: Tensor,
     shard: Shard,
@@ -178,7 +184,7 @@ def newton_schulz_sharded(
     form = _form(short, long, parts)
     part = _Slice(short, long, shard.start, shard.stop, form, shard.sum, shard.max)
     if normalization == "scale_free":
-        y = _normalize_scale_free(y, part, resolved, dtype)
+        y = normalize_scale_free(y, resolved, dtype, part.peak, part.frobenius_norm, part.gram)
     else:
         y = y.to(dtype)
         norm = part.frobenius_norm(y).to(dtype) * resolved.safety_factor
@@ -234,19 +240,6 @@ def _check_slice(x: Tensor, shard: Shard) -> int:
     if shard.parts < 1:
         raise ValueError(f"parts={shard.parts} must be at least 1")
     return dim
-
-
-def _normalize_scale_free(x: Tensor, part: _Slice, resolved: ResolvedCoefficients, dtype: torch.dtype) -> Tensor:
-    wide = x if x.dtype == torch.float64 else x.float()
-    peak = part.peak(wide)
-    y = wide / peak.masked_fill(peak == 0, 1.0)  # a new tensor, which may be changed from here on
-    y.div_(part.frobenius_norm(y).clamp_(min=1.0).mul_(resolved.safety_factor))
-    if resolved.scaling == "aol":
-        product = part.gram(y if dtype == torch.float16 else y.to(dtype))
-        sums = torch.promote_types(product.dtype, y.dtype)
-        row_sum: Tensor = torch.linalg.vector_norm(product, ord=1, dim=-1, keepdim=True, dtype=sums)
-        y = y * row_sum.rsqrt().masked_fill(row_sum == 0, 0.0)
-    return y.to(dtype)
 
 
 def _gram_form(x: Tensor, tall: bool, resolved: ResolvedCoefficients, dtype: torch.dtype, shard: Shard) -> Tensor:

@@ -6,14 +6,14 @@ are not symmetric, their sum is. Sums start at zero and ``C`` is added to them i
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from hf_emopt.kernels.triton.configs import LOW
 from hf_emopt.linalg.matmul_precision import multiply_16
-from hf_emopt.linalg.symmetric_products import kernels_pay
+from hf_emopt.linalg.symmetric_products import kernels_pay, mirrored
 
 Parts: TypeAlias = "tuple[Tensor, Tensor]"
 """``A_1`` and ``A_2``, ``(N, d, d)`` float16."""
@@ -23,9 +23,9 @@ def split(a: Tensor, *, scale: float = 1.0, diagonal: float = 0.0) -> Parts:
     """Parts of ``scale A + diagonal I`` for ``(N, d, d)`` float32, whose entries must be below 65504 and are right to 2^-22
     of themselves or 2^-36. The low ones are held 2^11 times as large, out of the subnormal numbers of float16."""
     if kernels_pay(a.device) and a.is_contiguous() and a.numel():
-        from hf_emopt.kernels.triton.split_products import split as launch
+        from hf_emopt.kernels.triton import split_products
 
-        return launch(a, scale, diagonal)
+        return split_products.split(a, scale, diagonal)
     value = a * scale
     value.diagonal(dim1=-2, dim2=-1).add_(diagonal)
     high = value.half()
@@ -64,18 +64,15 @@ def split_product(
     """
     wide = wide or out is not None
     added = (c,) if isinstance(c, Tensor) else c or ()
-    if _on_kernels(*a, *b, *added, *(() if out is None else (out,))):
-        from hf_emopt.kernels.triton.split_products import split_product as launch
-
-        return launch(
+    if kernels := _kernels(*a, *b, *added, *(() if out is None else (out,))):
+        return kernels.split_product(
             a, b, alpha=alpha, c=c, beta=beta, diagonal=diagonal, active=active, wide=wide, wide_diagonal=wide_diagonal,
             out=out, parts=parts,
         )  # fmt: skip
     value = _products(a, b).mul_(alpha)
     if c is not None:
         value.add_(c if isinstance(c, Tensor) else joined(c), alpha=beta)
-    value.diagonal(dim1=-2, dim2=-1).add_(diagonal)
-    value = value.tril().add_(value.tril(-1).mT)
+    value = mirrored(value, diagonal)
     if active is not None:
         value.mul_(active.to(value.dtype).view(-1, 1, 1))
     low = split(value) if parts else None
@@ -91,36 +88,27 @@ def gram_product(a: Tensor, b: Tensor, *, alpha: float = 1.0, diagonal: float = 
     turned = not (b is a and not a.is_contiguous() and a.mT.is_contiguous())  # as factorizations leave it
     left = split(a.contiguous() if turned else a.mT)
     right = left if b is a else split(b.contiguous())
-    if _on_kernels(*left, *right):
-        from hf_emopt.kernels.triton.split_products import split_product as launch
-
-        result = launch(left, right, alpha=alpha, diagonal=diagonal, wide=True, trans=(turned, turned))[0]
-        assert result is not None
-        return result
+    if kernels := _kernels(*left, *right):
+        return kernels.split_product(left, right, alpha=alpha, diagonal=diagonal, wide=True, trans=(turned, turned))[0]
     flipped = left[0].mT, left[1].mT
-    value = (_products(flipped, right) if turned else _products(left, flipped)).mul_(alpha)
-    value.diagonal(dim1=-2, dim2=-1).add_(diagonal)
-    return value.tril().add_(value.tril(-1).mT)
+    return mirrored((_products(flipped, right) if turned else _products(left, flipped)).mul_(alpha), diagonal)
 
 
 def general_product(a: Tensor, b: Tensor) -> Tensor:
     """``A B`` of float32 ``(N, d, d)`` in float32, of factors with 22 bits. Entries as for :func:`split`."""
     left, right = split(a.contiguous()), split(b.contiguous())
-    if _on_kernels(*left, *right):
-        from hf_emopt.kernels.triton.split_products import split_product as launch
-
-        result = launch(left, right, wide=True, trans=(False, True), symmetric=False)[0]
-        assert result is not None
-        return result
+    if kernels := _kernels(*left, *right):
+        return kernels.split_product(left, right, wide=True, trans=(False, True), symmetric=False)[0]
     return _products(left, right)
 
 
-def _on_kernels(*matrices: Tensor) -> bool:
+def _kernels(*matrices: Tensor) -> Any:
+    """The module of the kernels where they take these matrices, else ``None``."""
     if not kernels_pay(matrices[0].device):
-        return False
-    from hf_emopt.kernels.triton.split_products import takes
+        return None
+    from hf_emopt.kernels.triton import split_products
 
-    return takes(*matrices)
+    return split_products if split_products.takes(*matrices) else None
 
 
 def _products(a: Parts, b: Parts) -> Tensor:

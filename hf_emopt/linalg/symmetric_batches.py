@@ -66,8 +66,8 @@ def spectral_bound(a: Tensor) -> Tensor:
 
 @functools.cache  # recorded graphs read them at their address
 def _probes(d: int, count: int, device: torch.device) -> Tensor:
-    generator = torch.Generator().manual_seed(d)
-    signs = torch.randint(0, 2, (d, count), generator=generator, dtype=torch.float64).mul_(2).sub_(1)
+    generator = torch.Generator("cpu").manual_seed(d)
+    signs = torch.randint(0, 2, (d, count), generator=generator, dtype=torch.float64, device="cpu").mul_(2).sub_(1)
     return signs.to(device)
 
 

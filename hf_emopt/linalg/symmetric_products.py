@@ -21,25 +21,6 @@ _HALF = (torch.bfloat16, torch.float16)
 _RETIRED_VARIABLE = "HF_EMOPT_KERNEL_VARIANTS"
 
 
-def gram(x: Tensor) -> Tensor:
-    """``X X^T``: ``(..., m, n) -> (..., m, m)``, symmetric positive semidefinite up to rounding."""
-    return x @ x.mT
-
-
-def symmetric_polynomial(a: Tensor, b: float, c: float) -> Tensor:
-    """``b A + c A A`` for symmetric ``A`` ``(..., m, m)``, rounded once."""
-    if c == 0:  # torch.baddbmm on the CPU ignores beta for bfloat16 when alpha is 0 (torch 2.13)
-        return b * a
-    product = torch.addmm if a.ndim == 2 else torch.baddbmm
-    return product(a, a, a, beta=b, alpha=c)
-
-
-def add_product(a: float, b: Tensor, x: Tensor) -> Tensor:
-    """``a X + B X`` for symmetric ``B`` ``(..., m, m)`` and ``X`` ``(..., m, n)``, rounded once."""
-    product = torch.addmm if x.ndim == 2 else torch.baddbmm
-    return product(x, b, x, beta=a)
-
-
 def kernels_pay(device: torch.device) -> bool:
     """Whether kernels can run on the device and a measured table says where they are faster there.
 
@@ -137,8 +118,8 @@ def accumulate_gram(
 
         symmetric_product(a, a, c, c, alpha=alpha, beta=1.0, scales=torch.stack((scale, beta), dim=1))
         return c
-    value = _wide_product(a, a, torch.float32).mul_((alpha * scale.square()).view(-1, 1, 1))
-    return c.copy_(_mirrored(value.add_(c * beta.view(-1, 1, 1)), 0.0, torch.float32))
+    value = _wide_product(a, a).mul_((alpha * scale.square()).view(-1, 1, 1))
+    return c.copy_(mirrored(value.add_(c * beta.view(-1, 1, 1))))
 
 
 def is_plain(*tensors: Tensor | None) -> bool:
@@ -213,14 +194,11 @@ def symmul_into(
         return out
     if a.is_cuda and a.dtype in _HALF and out.dtype == a.dtype and alpha != 0.0:
         # One general product with the same sums; only the lower triangle of it counts.
-        general_into(a, b.mT, out, alpha, c, beta)
-        if diagonal != 0.0:
-            out.diagonal(dim1=-2, dim2=-1).add_(diagonal)
-        return out.copy_(out.tril() + out.tril(-1).mT)
-    value = _wide_product(a, b, out.dtype).mul_(alpha)
+        return out.copy_(mirrored(general_into(a, b.mT, out, alpha, c, beta), diagonal))
+    value = _wide_product(a, b).mul_(alpha)
     if c is not None:
         value.add_(c, alpha=beta)
-    return out.copy_(_mirrored(value, diagonal, out.dtype))
+    return out.copy_(mirrored(value, diagonal, out.dtype))
 
 
 def general_into(
@@ -233,23 +211,20 @@ def general_into(
     return product(out if c is None else c, a, b, beta=0.0 if c is None else beta, alpha=alpha, out=out)
 
 
-def _wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+def _wide_product(a: Tensor, b: Tensor) -> Tensor:
     """``A B^T`` in float32 (float64 for float64), before any rounding to 16 bits."""
     if a.dtype not in _HALF:
         return a @ b.mT
     if a.is_cuda:
-        try:
-            return (torch.mm if a.ndim == 2 else torch.bmm)(a, b.mT, out_dtype=torch.float32)
-        except TypeError:  # torch < 2.8 has no out_dtype
-            pass
+        return (torch.mm if a.ndim == 2 else torch.bmm)(a, b.mT, out_dtype=torch.float32)
     return a.float() @ b.float().mT
 
 
-def _mirrored(value: Tensor, diagonal: float, dtype: torch.dtype) -> Tensor:
+def mirrored(value: Tensor, diagonal: float = 0.0, dtype: torch.dtype | None = None) -> Tensor:
+    """The lower triangle of ``value + diagonal I``, mirrored, in ``dtype``. ``value`` ``(..., m, m)`` is overwritten."""
     if diagonal != 0.0:
-        value = value.clone()
         value.diagonal(dim1=-2, dim2=-1).add_(diagonal)
-    rounded = value.to(dtype)
+    rounded = value.to(dtype or value.dtype)
     return rounded.tril() + rounded.tril(-1).mT
 
 
@@ -311,31 +286,15 @@ def _normalize_cast_into(x: Tensor, factor: float, out: Tensor, backend: Backend
 
 @torch.library.custom_op("hf_emopt::symmul", mutates_args=())
 def _symmul_op(
-    a: Tensor,
-    b: Tensor,
-    c: Tensor | None,
-    alpha: float,
-    beta: float,
-    diagonal: float,
-    out_dtype: torch.dtype,
-    backend: str,
+    a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float, diagonal: float, dtype: torch.dtype, backend: str
 ) -> Tensor:
-    out = a.new_empty((*a.shape[:-1], a.shape[-2]), dtype=out_dtype)
+    out = a.new_empty((*a.shape[:-1], a.shape[-2]), dtype=dtype)
     return symmul_into(a, b, c, out, alpha=alpha, beta=beta, diagonal=diagonal, backend=backend)  # type: ignore[arg-type]
 
 
-@_symmul_op.register_fake
-def _(
-    a: Tensor,
-    b: Tensor,
-    c: Tensor | None,
-    alpha: float,
-    beta: float,
-    diagonal: float,
-    out_dtype: torch.dtype,
-    backend: str,
-) -> Tensor:
-    return a.new_empty((*a.shape[:-1], a.shape[-2]), dtype=out_dtype)
+_symmul_op.register_fake(
+    lambda a, b, c, alpha, beta, diagonal, dtype, backend: a.new_empty((*a.shape[:-1], a.shape[-2]), dtype=dtype)
+)
 
 
 @torch.library.custom_op("hf_emopt::normalize_cast", mutates_args=())
@@ -343,6 +302,4 @@ def _normalize_cast_op(x: Tensor, dtype: torch.dtype, factor: float, backend: st
     return _normalize_cast_into(x, factor, normalized_like(x, dtype), backend)  # type: ignore[arg-type]
 
 
-@_normalize_cast_op.register_fake
-def _(x: Tensor, dtype: torch.dtype, factor: float, backend: str) -> Tensor:
-    return normalized_like(x, dtype)
+_normalize_cast_op.register_fake(lambda x, dtype, factor, backend: normalized_like(x, dtype))

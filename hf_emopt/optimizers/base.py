@@ -40,6 +40,7 @@ from hf_emopt.engine.context import ApplyStream, RefreshSchedule, Step, StepCont
 from hf_emopt.engine.delayed_gather import DelayedUpdates, check_overlap
 from hf_emopt.engine.pipeline import begin_delayed, run_step
 from hf_emopt.engine.prefetch import EarlyFetch
+from hf_emopt.linalg.matmul_precision import plain_arithmetic
 from hf_emopt.optimizers.changed_groups import ChangedGroups
 from hf_emopt.optimizers.diagnostics import Diagnostics, Level, check_level
 from hf_emopt.optimizers.flat_groups import Flattened
@@ -201,6 +202,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._planned_for = ()
         self._consolidated = None  # which knows nothing of the new parameters
 
+    @plain_arithmetic()
     def refresh_parameters(self, model: nn.Module | None = None) -> tuple[list[str], list[str]]:
         """Follows a model to which adapters were added, or from which they were deleted, since the optimizer was built.
 
@@ -356,7 +358,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
             self.param_groups = shown if self.param_groups is entered else flattened.groups
             vars(self)["state"] = shown_state
 
-    @torch.no_grad()
+    @plain_arithmetic()
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Copies whole weights into the parameters, sharded, flattened or not.
 
@@ -423,6 +425,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
             raise RuntimeError("diagnostics() measured nothing: call optimizer.step() inside the with block")
         values.update(self.diagnostics_state.values)
 
+    @plain_arithmetic()
     def read_diagnostics(self, level: Level) -> bool:
         """Reads what was measured since ``diagnostics_state.start()`` into ``diagnostics_state.values``. Collective.
 
@@ -434,7 +437,6 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     # ------------------------------------------------------------------ step
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One optimizer step: each matrix with a gradient is transformed once, after accumulation and clipping.
 
@@ -459,6 +461,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
             self._step(names)
         return loss
 
+    @plain_arithmetic()
     def _step(self, among: frozenset[str] | None) -> None:
         """A step of the parameters with these names, or of all."""
         flattened, groups = self._flattened, self.param_groups
@@ -496,7 +499,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         untracked.steps += 1
         if verdict.ok is not None:
             if verdict.ok.device not in self._skipped:
-                self._skipped[verdict.ok.device] = torch.zeros((), device=verdict.ok.device)
+                self._skipped[verdict.ok.device] = torch.zeros((), dtype=torch.float32, device=verdict.ok.device)
             self._skipped[verdict.ok.device].add_(~verdict.ok)
         for group in groups:
             if group["low_precision_weights"] == "stochastic" or group["state_dtype"] == "bfloat16":
@@ -609,6 +612,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     # ------------------------------------------------------------------ checkpoints
 
+    @plain_arithmetic()
     def consolidate_state_dict(self, to: int | Literal["first"] | None = "first") -> None:
         """Collective: brings the state that lies with owners to one rank, whose :meth:`state_dict` is then whole.
 
@@ -626,6 +630,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         if self._flattened is None:  # else a checkpoint has a file for each rank
             self._consolidated = consolidated(self.current_context(), to)
 
+    @plain_arithmetic()
     def state_dict(self) -> dict[str, Any]:
         """State and groups by position, as torch's; groups hold ``param_names``.
 
@@ -649,6 +654,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
             made = made if changed is None else changed
         return made
 
+    @plain_arithmetic()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a whole ``state_dict()``, of any layout, or one of ``torch.optim.AdamW``; each rank keeps its part.
 

@@ -50,8 +50,11 @@ class Muon(MatrixOptimizer):
             say which they are of.
         lr: learning rate; of a tensor each group has a copy. With the default ``adjust_lr_fn`` it means what it means for
             AdamW.
-        weight_decay: decoupled, ``W *= 1 - lr * weight_decay`` by the base learning rate; none on norms and biases when a
-            model is passed.
+        weight_decay: see ``weight_decay_type``; none on norms, biases and other parameters that are no weights of a layer
+            when a model is passed.
+        weight_decay_type: of matrices, ``"decoupled"`` (``W *= 1 - lr * weight_decay`` by the base learning rate), ``"l2"``
+            (into the gradient), ``"corrected"`` or ``"independent"``; see :func:`hf_emopt.rules.adamw.decay_factor`. The
+            AdamW part's is decoupled.
         momentum: in [0, 1).
         nesterov: blend the gradient into the momentum before orthogonalization.
         ns_coefficients: a named set (``"jordan"``, ``"you"``, ``"polar_express"`` ...; see

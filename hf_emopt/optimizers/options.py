@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
 from functools import partial
-from numbers import Real
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, get_type_hints
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 from hf_emopt.distributed.layout import ProcessGroupArgument
 from hf_emopt.formats.master_weights import LowPrecisionWeights
 from hf_emopt.formats.moments import StateDtype
-from hf_emopt.optimizers.param_groups import Derived, ParamsArgument
+from hf_emopt.optimizers.param_groups import ParamsArgument
 from hf_emopt.rules.base import Group, MatrixRule
 from hf_emopt.rules.options import as_tuple, check_flags
 from hf_emopt.state.forms import OffloadState
@@ -85,7 +84,7 @@ class KroneckerArguments(Arguments):
 
     def of_optimizer(self, rule: MatrixRule, **more: Any) -> dict[str, Any]:
         check_flags({"lora_one_sided": self.lora_one_sided})
-        given = super().of_optimizer(rule, peak_lr=PEAK_LR, **more)
+        given = super().of_optimizer(rule, **more)
         longest = given["matrix_defaults"]["max_preconditioner_dim"]
         one_sided = partial(_one_sided, longest) if self.lora_one_sided else None
         return {**given, "matrix_modules": self.matrix_modules, "lora_defaults": one_sided}
@@ -112,15 +111,6 @@ def takes(arguments: Callable[P, A]) -> Callable[[Callable[[S, A], None]], Calla
         return __init__
 
     return decorated
-
-
-def _peak_of(group: Group) -> Any:
-    lr = group["lr"]
-    return float(lr) if isinstance(lr, (Real, Tensor)) else lr  # anything else is for validation to refuse
-
-
-PEAK_LR = Derived(_peak_of)
-"""The learning rate that a group begins with, as a number. Decay is relative to it where no scheduler says more."""
 
 
 def _one_sided(max_preconditioner_dim: int, rank: int) -> Group:

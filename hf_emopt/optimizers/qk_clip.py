@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from hf_emopt.linalg.matmul_precision import plain_arithmetic
 from hf_emopt.optimizers.base import MatrixOptimizer
 from hf_emopt.optimizers.weight_scaling import scale_slices
 from hf_emopt.routing.query_key import HeadRows, QueryKey, find_query_key
@@ -38,7 +39,7 @@ class ClipReport:
         return len(self.clipped)
 
 
-@torch.no_grad()
+@plain_arithmetic()
 def qk_clip(
     model: nn.Module,
     max_logits: Mapping[str, Tensor],
@@ -93,7 +94,7 @@ def clip_found(
     check_options(threshold, balance, margin)
     line = (1.0 - margin) * threshold
     logits = _on_host(found, max_logits)
-    values = torch.cat([*logits.values(), torch.full((1,), -torch.inf, dtype=torch.float64)])
+    values = torch.cat([*logits.values(), torch.full((1,), -torch.inf, dtype=torch.float64, device="cpu")])
     if (values.isnan() | values.isposinf()).any():
         name = next(name for name, value in logits.items() if (value.isnan() | value.isposinf()).any())
         raise ValueError(
@@ -177,7 +178,7 @@ def _shares(query_key: QueryKey, gamma: Tensor, balance: float) -> list[tuple[He
 
 def _multiply(factors: dict[str, tuple[HeadRows, Tensor]], rows: HeadRows, by_head: Tensor) -> None:
     """Multiplies a parameter's factors: it may hold several parts, and several modules may use it."""
-    ones = torch.ones(rows.parameter.shape[rows.dim], dtype=torch.float64)
+    ones = torch.ones(rows.parameter.shape[rows.dim], dtype=torch.float64, device="cpu")
     _, factor = factors.setdefault(rows.name, (rows, ones))
     heads = rows.rows.shape[0]
     factor[rows.rows.flatten()] *= by_head[:heads].repeat_interleave(rows.rows.shape[1])

@@ -67,6 +67,8 @@ def validate_group(group: Group, rule: MatrixRule, groups: Sequence[Group], defa
                 f"{', '.join(rule.tensor_parallel_modes)}"
             )
         rule.validate(group)
+        # What the group begins with: decay is relative to it where no scheduler says more.
+        group.setdefault("peak_lr", float(group["lr"]))
     else:
         validate_adamw(group)
 
@@ -81,9 +83,7 @@ def offload_place(place: OffloadState | None) -> OffloadState | None:
 def check_average(process_group: ProcessGroupArgument, groups: Sequence[Group]) -> None:
     """Refuses ``average_gradients`` where there is nothing to average, or a wrapper reduces gradients."""
     if process_group == "self":
-        raise ValueError(
-            "average_gradients=True averages over copies of a model, and process_group='self' has none: drop one"
-        )
+        raise ValueError("average_gradients=True averages over copies of a model, and process_group='self' has none")
     sharded = [n for group in groups for n, p in zip(group["param_names"], group["params"]) if is_sharded(p)]
     if sharded:
         raise UnsupportedLayoutError(

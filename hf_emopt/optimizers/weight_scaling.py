@@ -1,8 +1,10 @@
-"""Weights scaled from outside of a step, together with the bits that an optimizer keeps beside them."""
+"""Scales weights outside of a step, together with the low bits that the optimizer keeps of them."""
 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -12,25 +14,26 @@ from hf_emopt.distributed.layout import Grid, grid_of, local_tensor, slices, sto
 from hf_emopt.distributed.plan import OwnedRegion
 from hf_emopt.engine.context import StepContext
 from hf_emopt.formats.master_weights import WEIGHT_STATE, load_weights, needs_master, store_weights
+from hf_emopt.linalg.matmul_precision import plain_arithmetic
 from hf_emopt.optimizers.base import MatrixOptimizer
 
 State = dict[str, Tensor]
 
 
-@torch.no_grad()
+@plain_arithmetic()
 def scale_slices(
     optimizer: MatrixOptimizer | None,
     name: str,
     param: Tensor,
     factors: Tensor,
     dim: int,
-    zero_centered: bool = False,
+    zero_centered: bool,
 ) -> None:
     """Multiplies slices of a parameter along one dimension, in place; slices with factor 1 are not touched.
 
     16-bit weights are scaled as the optimizer sees them, in float32, and stored back by its policy
-    (``low_precision_weights``), so that the next step goes on from the scaled weight. Where that state lies with owners
-    (DDP), a collective among the ranks that hold copies: each gets the owner's weight.
+    (``low_precision_weights``), so that the next step goes on from the scaled weight. Where owners hold that state (DDP),
+    it is a collective among the ranks that hold copies: each gets the owner's weight.
 
     Args:
         optimizer: that steps the parameter, or ``None``: then the weights that are stored are all there is.
@@ -48,8 +51,9 @@ def scale_slices(
         state = optimizer.state.get(param, {})
         owned = None if optimizer.context is None else _owned(optimizer.context, param)
     noise = _noise(name, param, state) if policy == "stochastic" else None
+    scale = partial(_scale, dim=dim, zero_centered=zero_centered, policy=policy, noise=noise)
     if owned is not None:
-        _scale_owned(param, state, owned, factors, dim, zero_centered, policy, noise)
+        _scale_owned(param, state, owned, factors, dim, scale)
         return
     grid = grid_of(name, param, "self")
     storage, local = storage_of(param, grid), local_tensor(param)
@@ -57,11 +61,11 @@ def scale_slices(
     for region, place in storage.held(grid.shard):
         where = slices(place)
         part = {key: value[where] for key, value in mine.items()}
-        _scale(local[where], part, factors[slice(*region[dim])], dim, zero_centered, policy, noise)
+        scale(local[where], part, factors[slice(*region[dim])])
 
 
 def _owned(context: StepContext, param: Tensor) -> tuple[Grid, list[OwnedRegion]] | None:
-    """The ranks that hold copies of a parameter whose state lies with owners, and the owned regions that are this rank's."""
+    """The ranks that hold copies of a parameter whose owners hold the state, and the owned regions of this rank."""
     for plan in (context.plan, context.aux_plan):
         for bucket in plan.buckets:
             for i in range(len(bucket.parameters)):
@@ -77,11 +81,9 @@ def _scale_owned(
     owned: tuple[Grid, list[OwnedRegion]],
     factors: Tensor,
     dim: int,
-    zero_centered: bool,
-    policy: str,
-    noise: torch.Generator | None,
+    scale: Callable[[Tensor, State, Tensor], None],
 ) -> None:
-    """Owners scale their owned regions, and all ranks take the slices that changed from them."""
+    """Owners ``scale`` their owned regions, and all ranks take the slices that changed from them."""
     grid, owned_regions = owned
     offset = 0
     for owned_region in owned_regions:
@@ -90,8 +92,7 @@ def _scale_owned(
         if owned_region.shape != tuple(param.shape):
             part = {key: value.narrow(owned_region.dim, offset, length) for key, value in part.items()}
         offset += length
-        weight, by = param[slices(owned_region.region)], factors[slice(*owned_region.region[dim])]
-        _scale(weight, part, by, dim, zero_centered, policy, noise)
+        scale(param[slices(owned_region.region)], part, factors[slice(*owned_region.region[dim])])
     changed = (factors != 1).nonzero().flatten().to(param.device)
     # In float32, which holds every 16-bit number and which every backend adds; all but the owner add zeros.
     mine = torch.zeros(param.shape, dtype=torch.float32, device=param.device)
@@ -111,7 +112,7 @@ def _scale(
     policy: str,
     noise: torch.Generator | None,
 ) -> None:
-    """Scales part of a weight and of what is kept beside it; both share memory with the whole."""
+    """Scales part of a weight and of its low bits; both share memory with the whole."""
     changed = (factors != 1).nonzero().flatten()
     if not changed.numel() or not weight.numel():
         return

@@ -136,6 +136,8 @@ def _convolution(info: ParameterInfo) -> Decision | None:
         return None
     if owner.groups > 1 and info.shape[1] == 1:
         return aux("depthwise convolution", "depthwise")
+    if info.shape[0] == owner.groups:
+        return aux("convolution to one channel: one row, nothing to orthogonalize", "gain")
     if info.shape[1] * owner.groups <= _RAW_CHANNELS and _reads_input(info):
         return aux(f"convolution of raw input ({info.shape[1] * owner.groups} channels): embeds it", "embedding")
     grouped = ", batch of groups" if owner.groups > 1 else ""

@@ -198,7 +198,7 @@ class _Search:
             if side is not None:
                 self._check_whole(info)
             return []
-        return [(side, torch.arange(info.shape[int(transposed)]), int(transposed))]
+        return [(side, torch.arange(info.shape[int(transposed)], device="cpu"), int(transposed))]
 
     def _is_fused(self, info: ParameterInfo) -> bool:
         decision = family_rule(info) if len(info.shape) == 2 else None
@@ -236,11 +236,11 @@ class _Search:
                 continue
             numel = math.prod(info.shape)
             if numel == head:
-                rows = torch.arange(head).view(1, -1)
+                rows = torch.arange(head, device="cpu").view(1, -1)
             elif info.shape == (heads, head):
-                rows = torch.arange(heads).view(-1, 1)
+                rows = torch.arange(heads, device="cpu").view(-1, 1)
             elif numel == heads * head:
-                rows = torch.arange(numel).view(heads, head)
+                rows = torch.arange(numel, device="cpu").view(heads, head)
             else:
                 raise ValueError(
                     f"QK-clip: {self.where}: {info.name} of shape {info.shape} is neither one weight for {heads} heads of "
@@ -272,8 +272,8 @@ class _Search:
             self._check_whole(info)
             if info.shape[0] != heads * width:
                 raise ValueError(f"QK-clip: {info.name} has {info.shape[0]} rows, not {heads} heads of {width}")
-        rows = torch.arange(heads * (nope + rope)).view(heads, -1)
-        key_rows = torch.arange(heads * (nope + value)).view(heads, -1)[:, :nope]
+        rows = torch.arange(heads * (nope + rope), device="cpu").view(heads, -1)
+        key_rows = torch.arange(heads * (nope + value), device="cpu").view(heads, -1)[:, :nope]
         q_bias, k_bias = (next(r for r, i in self.infos.items() if i is info)[:-6] + "bias" for info in (query, key))
         q = _training(self._with_bias(query, q_bias, 0, rows[:, :nope]))
         k = _training(self._with_bias(key, k_bias, 0, key_rows))
@@ -290,18 +290,18 @@ def _training(found: Iterable[HeadRows]) -> tuple[HeadRows, ...]:
 def _rows_of(matrix_view: MatrixView) -> Tensor:
     """The outputs of a matrix view in the order of its rows, as indices along the parameter's outputs."""
     view = tuple(1 if d in matrix_view.cols else size for d, size in enumerate(matrix_view.view))
-    return replace(matrix_view, view=view).extract(torch.arange(math.prod(view))).flatten()
+    return replace(matrix_view, view=view).extract(torch.arange(math.prod(view), device="cpu")).flatten()
 
 
 def _is_zero_centered(norm: nn.Module, shape: tuple[int, ...]) -> bool:
     """Whether a norm multiplies by ``1 + weight`` (Gemma, Qwen3-Next) and not by ``weight``: asked of the norm itself."""
     probe = norm.__class__.__new__(norm.__class__)
     probe.__dict__ = dict(norm.__dict__)
-    x = torch.arange(1.0, math.prod(shape) + 1).view(1, *shape)
+    x = torch.arange(1.0, math.prod(shape) + 1, device="cpu").view(1, *shape)
     outputs = []
     for value in (0.0, 1.0):
         probe._parameters = {
-            name: None if p is None else nn.Parameter(torch.full(shape, value if name == "weight" else 0.0))
+            name: None if p is None else nn.Parameter(x.new_full(shape, value if name == "weight" else 0.0))
             for name, p in norm._parameters.items()
         }
         with torch.no_grad():

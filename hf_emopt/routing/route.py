@@ -29,7 +29,12 @@ __all__ = [
 
 
 # transformers' rule (Trainer.get_decay_parameter_names): these names, in lower case, and anything inside nn.LayerNorm.
-_NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
+NO_DECAY = re.compile(r"(?i)bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
+
+# Rates and scales of recurrences and long convolutions (Mamba, S4, RWKV, Hyena), of any shape: zero means nothing there.
+_RECURRENCE = re.compile(
+    r"(log_)?a_(logs?|real|imag)|log_a|(log|inv)_dt|time_(decay|first|faaaa|mix\w*|maa\w*)|(log_)?(poles|residues)|deltas|freqs?"
+)
 
 _EMBEDDING_COMPONENT = re.compile(r"(\w+_)?embed(ding)?s?(_(in|tokens|positions))?|wte|wpe|shared")
 _HEAD_COMPONENT = re.compile(r"(\w+_)?lm_head|embed_out|classifier|score|qa_outputs|head|proj_out")
@@ -149,13 +154,23 @@ def _as_stored(shape: tuple[int, ...]) -> tuple[MatrixView, ...]:
 
 
 def _decays(info: ParameterInfo, decision: Decision, layer_norms: set[str]) -> bool:
-    """transformers' rule by name and ``nn.LayerNorm``; nor do vectors and bare gains such as ``(C, 1, 1)`` decay."""
-    if _NO_DECAY.search(info.canonical.lower()) or any(info.name.startswith(prefix) for prefix in layer_norms):
+    """transformers' rule by name and ``nn.LayerNorm``; nor do vectors, bare gains such as ``(C, 1, 1)``, rates of recurrences
+    and what its module marks (``_no_weight_decay`` of Mamba, ``_optim`` of S4 and Hyena) decay."""
+    if NO_DECAY.search(info.canonical) or any(info.name.startswith(prefix) for prefix in layer_norms):
         return False
     if decision.kind == "matrix":
         return True
+    marked = getattr(info.parameter, "_no_weight_decay", False) or "weight_decay" in getattr(
+        info.parameter, "_optim", ()
+    )
+    if marked or _is_rate(info.leaf):
+        return False
     flat = sum(size > 1 for size in info.shape) < 2
     return not (len(info.shape) < 2 or (flat and info.leaf != "weight"))
+
+
+def _is_rate(leaf: str) -> bool:
+    return _RECURRENCE.fullmatch(leaf.lower()) is not None
 
 
 def _by_name(name: str, shape: tuple[int, ...]) -> Decision:
@@ -165,6 +180,8 @@ def _by_name(name: str, shape: tuple[int, ...]) -> Decision:
     *path, leaf = name.split(".")
     if leaf == "bias" or leaf.endswith("_bias"):
         return aux("by name: bias", "bias")
+    if _is_rate(leaf):
+        return aux("by name: rate of a recurrence", "gain")
     if len(shape) > 2:
         raise ValueError(
             f"{name} has shape {shape}: without its module nobody knows which dimensions are a matrix. Pass the model "
@@ -214,7 +231,8 @@ def route_named_parameters(
         if decision is None:
             decisions = [_by_name(name, shape) for name in names]
             decision = next((d for d in decisions if d.kind == "aux"), decisions[0])
-        decay = not any(_NO_DECAY.search(name.lower()) for name in names) and len(shape) > 1
+        spared = any(NO_DECAY.search(name) or _is_rate(name.rpartition(".")[2]) for name in names)
+        decay = not spared and len(shape) > 1
         routes.append(
             ParameterRoute(
                 names[0], shape, decision.kind, decision.matrix_views, decay, decision.reason, "", tuple(names[1:]),

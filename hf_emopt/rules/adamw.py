@@ -7,6 +7,8 @@ Cautious weight decay: L. Chen et al., arXiv:2510.12402.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,13 +16,26 @@ from torch.optim.adamw import adamw
 
 from hf_emopt.formats.master_weights import LOW_DTYPES, load_weights, store_weights
 from hf_emopt.rules.base import Group, state_dtype
-from hf_emopt.rules.options import check_betas, check_number
+from hf_emopt.rules.options import Options, check_betas, check_number
+
+
+@dataclass(eq=False, kw_only=True)
+class DecayOptions(Options):
+    """How matrices decay; :func:`decay_factor` says what each kind is."""
+
+    weight_decay_type: Literal["decoupled", "l2", "corrected", "independent"] = "decoupled"
 
 
 def validate_adamw(group: Group) -> None:
     """Raises ``ValueError`` when betas or eps of an auxiliary group are out of range."""
     check_betas(group, name="aux_betas")
     check_number({"aux_eps": group["eps"]}, "aux_eps")
+    kind = group.get("weight_decay_type", "decoupled")
+    if kind != "decoupled":
+        raise ValueError(
+            f"weight_decay_type={kind!r} is in a group of kind 'aux', whose decay is decoupled: pass it to the constructor, "
+            "or in a group with 'kind': 'matrix'"
+        )
 
 
 def init_adamw_state(param: Tensor) -> dict[str, Tensor]:
@@ -109,7 +124,7 @@ def _moonlight_adamw(
     beta1, beta2 = group["betas"]
     lr, decay = group["lr"], group["weight_decay"]
     for weight, grad, state in zip(weights, grads, states):
-        gate = torch.ones((), device=weight.device) if ok is None else ok.to(torch.float32)
+        gate = torch.ones((), dtype=torch.float32, device=weight.device) if ok is None else ok.to(torch.float32)
         g = grad.to(weight.dtype) if ok is None else torch.where(ok, grad.to(weight.dtype), 0.0)
         state["step"].add_(gate)
         # A gate of 0 turns each blend into "keep", without asking the device what it is.
@@ -119,6 +134,18 @@ def _moonlight_adamw(
         correction = (1.0 - beta2**step).sqrt() / (1.0 - beta1**step)
         update = state["exp_avg"] / (group["eps"] + state["exp_avg_sq"].sqrt()) * correction
         weight.mul_(1.0 - lr * decay * gate).sub_(update * (lr * gate))
+
+
+def has_l2_decay(group: Group) -> bool:
+    """Whether the gradient has the decay."""
+    return group.get("weight_decay_type") == "l2" and bool(group["weight_decay"])
+
+
+def with_l2_decay(grads: list[Tensor], params: Sequence[Tensor], group: Group) -> list[Tensor]:
+    """``g + wd p`` in the gradients' dtype where the decay is of the L2 kind, else the gradients as they are."""
+    if not has_l2_decay(group):
+        return grads
+    return [g.add(p.to(g.dtype), alpha=group["weight_decay"]) for g, p in zip(grads, params)]
 
 
 def decay_factor(group: Group, lr: float | Tensor) -> float | Tensor:

@@ -1,4 +1,4 @@
-"""What a matrix optimizer is, apart from where its parameters are.
+"""The interface of a rule: the update of a whole matrix, without any knowledge of where its parameters are.
 
 Between the phases of a rule the engine moves bytes: ``accumulate`` runs where the gradient is, ``transform`` where the whole
 matrix is, and the update goes back to the parameter, where :mod:`hf_emopt.rules.adamw` applies it.
@@ -22,6 +22,9 @@ from hf_emopt.rules.options import Options
 
 Group = dict[str, Any]
 """Hyperparameters of one parameter group, as in ``torch.optim.Optimizer.param_groups``."""
+
+State = dict[str, Tensor]
+"""State of one parameter, or of the matrices of one batch, by name."""
 
 BatchKey = tuple[int, int]
 """Name of a batch of matrices: index of the bucket, index of the batch in it."""
@@ -80,11 +83,11 @@ class MatrixRule(ABC):
         """Raises ``ValueError`` naming the hyperparameter, its value and what is accepted."""
         self.options.check(group)
 
-    def init_state(self, param: Tensor, group: Group) -> dict[str, Tensor]:
+    def init_state(self, param: Tensor, group: Group) -> State:
         """State with the parameter's shape, which is stored and sharded as the parameter is."""
         return {}
 
-    def init_matrix_state(self, shape: tuple[int, int, int], group: Group, like: Tensor) -> dict[str, Tensor]:
+    def init_matrix_state(self, shape: tuple[int, int, int], group: Group, like: Tensor) -> State:
         """State of ``(B, m, n)`` whole matrices, held by their owner: tensors whose first dimension is ``B``."""
         return {}
 
@@ -95,7 +98,7 @@ class MatrixRule(ABC):
         self,
         params: Sequence[Tensor],
         grads: Sequence[Tensor],
-        states: Sequence[dict[str, Tensor]],
+        states: Sequence[State],
         group: Group,
         ok: Tensor | None,
     ) -> list[Tensor]:
@@ -106,9 +109,7 @@ class MatrixRule(ABC):
         """
 
     @abstractmethod
-    def transform(
-        self, x: Tensor, matrix_state: dict[str, Tensor], group: Group, ok: Tensor | None, clock: RefreshClock
-    ) -> Tensor:
+    def transform(self, x: Tensor, matrix_state: State, group: Group, ok: Tensor | None, clock: RefreshClock) -> Tensor:
         """Whole-matrix phase: ``(B, m, n)`` of finite numbers to the update of the same shape.
 
         ``matrix_state`` is changed in place. The result is subtracted from the weights, times the learning rate alone.
@@ -136,11 +137,11 @@ class MatrixRule(ABC):
         return False
 
     def defers_scale(self, group: Group) -> bool:
-        """Whether :meth:`transform_unscaled` saves a pass, and reads 16-bit numbers as well as wide ones."""
+        """Whether to call :meth:`transform_unscaled`: it saves a pass, and reads 16-bit numbers as well as wide ones."""
         return False
 
     def transform_unscaled(
-        self, x: Tensor, matrix_state: dict[str, Tensor], group: Group, ok: Tensor | None, clock: RefreshClock
+        self, x: Tensor, matrix_state: State, group: Group, ok: Tensor | None, clock: RefreshClock
     ) -> tuple[Tensor, float]:
         """:meth:`transform` as a tensor of any floating dtype, and a factor to multiply it by in float32."""
         return self.transform(x, matrix_state, group, ok, clock), 1.0
@@ -150,7 +151,7 @@ class MatrixRule(ABC):
     def transform_part(
         self,
         x: Tensor,
-        matrix_state: dict[str, Tensor],
+        matrix_state: State,
         group: Group,
         ok: Tensor | None,
         clock: RefreshClock,
@@ -167,13 +168,7 @@ class MatrixRule(ABC):
         return False
 
     def transform_shard(
-        self,
-        x: Tensor,
-        matrix_state: dict[str, Tensor],
-        group: Group,
-        ok: Tensor | None,
-        clock: RefreshClock,
-        shard: Shard,
+        self, x: Tensor, matrix_state: State, group: Group, ok: Tensor | None, clock: RefreshClock, shard: Shard
     ) -> Tensor:
         """:meth:`transform` for matrices cut over several ranks, all of which call it together, if :meth:`can_shard`.
 
@@ -238,7 +233,7 @@ class MatrixRule(ABC):
         """The matrices of a batch whose refresh failed in the last step, and whose state :meth:`finish_pending` writes."""
         return frozenset()
 
-    def finish_pending(self, key: BatchKey | None, matrix_state: dict[str, Tensor]) -> None:  # noqa: B027
+    def finish_pending(self, key: BatchKey | None, matrix_state: State) -> None:  # noqa: B027
         """Finishes work of the batch's last step, and writes it to the batch's matrix state. ``None`` names no batch."""
 
     def forget(self, key: BatchKey | None = None) -> None:  # noqa: B027 - most rules know nothing
@@ -255,7 +250,7 @@ class MatrixRule(ABC):
         """Factor from a semi-orthogonal ``m x n`` matrix to the update; ``None`` where an update approximates none."""
         return None
 
-    def measure(self, matrix_state: dict[str, Tensor], shape: tuple[int, int], group: Group) -> dict[str, Tensor]:
+    def measure(self, matrix_state: State, shape: tuple[int, int], group: Group) -> dict[str, Tensor]:
         """Figures of ``(B, m, n)`` matrices from their matrix state, for diagnostics: ``(B,)`` float32 each, by name.
 
         ``"momentum"`` is the squared norm of the first moment, ``"condition_number"`` the largest of the factors' and

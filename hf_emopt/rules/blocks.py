@@ -189,7 +189,7 @@ def peak_of_positive(matrix: Tensor) -> Tensor:
 
 def peak_of_basis(matrix: Tensor) -> Tensor:
     """A bound on the entries of orthonormal columns ``(B, m, m)``: ``(B,)`` ones."""
-    return torch.ones(matrix.shape[0], device=matrix.device)
+    return torch.ones(matrix.shape[0], dtype=torch.float32, device=matrix.device)
 
 
 def rounded_mode_products(x: Tensor, factors: Sequence[Rounded], half: Half | None = None) -> Tensor:

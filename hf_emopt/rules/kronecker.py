@@ -21,9 +21,10 @@ from torch import Tensor
 from hf_emopt.formats.kronecker_factors import FactorStorageName, init_factor, load_factor, store_factor
 from hf_emopt.linalg.matmul_precision import Precision, matmul_precision, scaled_half
 from hf_emopt.linalg.symmetric_products import accumulate_gram
+from hf_emopt.rules.adamw import DecayOptions, has_l2_decay, with_l2_decay
 from hf_emopt.rules.base import Group, RefreshClock
 from hf_emopt.rules.blocks import BlockGrid, BlockState, unfold
-from hf_emopt.rules.options import Options, check_choice, check_whole, dtype_name, option
+from hf_emopt.rules.options import check_choice, check_whole, dtype_name, option
 from hf_emopt.rules.refresh import Refresh, RefreshingRule
 
 Oversize = Literal["block", "one_sided"]
@@ -50,7 +51,7 @@ def result_dtype() -> Any:
 
 
 @dataclass(eq=False, kw_only=True)
-class KroneckerOptions(Options):
+class KroneckerOptions(DecayOptions):
     """Options of all rules with factors; :class:`hf_emopt.SOAP` says what each of them means."""
 
     refresh: Refresh = option("staggered", _check_refresh)
@@ -58,7 +59,6 @@ class KroneckerOptions(Options):
     matmul_precision: Precision = "highest"
     factor_storage: FactorStorageName = "float32"
     tolerated_failures: int = option(3, partial(check_whole, low=0))
-    weight_decay_type: Literal["decoupled", "l2", "corrected", "independent"] = "decoupled"
 
 
 class KroneckerRule(RefreshingRule):
@@ -87,8 +87,7 @@ class KroneckerRule(RefreshingRule):
     ) -> list[Tensor]:
         """The gradient itself, plus the decay if it is of the L2 kind. All state is the owner's."""
         wide = [g.to(torch.promote_types(p.dtype, torch.float32)) for g, p in zip(grads, params)]
-        if group["weight_decay_type"] == "l2" and group["weight_decay"]:
-            wide = [g.add(p.to(g.dtype), alpha=group["weight_decay"]) for g, p in zip(wide, params)]
+        wide = with_l2_decay(wide, params, group)
         if ok is None:
             return wide
         # One tensor of all, since as many small launches as parameters take longer than the copy.
@@ -96,7 +95,7 @@ class KroneckerRule(RefreshingRule):
         return [part.view(g.shape) for part, g in zip(flat.split([g.numel() for g in wide]), wide)]
 
     def passes_gradients(self, group: Group) -> bool:
-        return not (group["weight_decay_type"] == "l2" and group["weight_decay"])
+        return not has_l2_decay(group)
 
     def blocks(self, x: Tensor, state: dict[str, Tensor], group: Group) -> list[BlockState]:
         """The blocks of a batch ``(N, ...)``, one :class:`BlockState` for each class."""
@@ -241,7 +240,7 @@ class KroneckerRule(RefreshingRule):
         """Squared norm of each matrix's first moment, ``(B,)``. A turn of the basis does not change it."""
         moments = [value for name, value in matrix_state.items() if name.partition(".")[0] == "exp_avg"]
         moments = moments or [value for name, value in matrix_state.items() if name == "momentum_buffer"]
-        return sum((m.flatten(1).square().sum(1) for m in moments), torch.zeros(())) if moments else None
+        return sum((m.flatten(1).square().sum(1) for m in moments), torch.zeros((), device="cpu")) if moments else None
 
     @abstractmethod
     def condition(self, block: BlockState, d: int, group: Group) -> Tensor:

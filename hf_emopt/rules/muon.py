@@ -21,7 +21,8 @@ from hf_emopt.linalg.cost import Method, ShardedCost, sharded_cost
 from hf_emopt.linalg.newton_schulz import newton_schulz, newton_schulz_flops
 from hf_emopt.linalg.newton_schulz_sharded import Shard, newton_schulz_sharded
 from hf_emopt.routing.lora import LoraMode
-from hf_emopt.rules.base import Group, MatrixRule, RefreshClock, state_dtype
+from hf_emopt.rules.adamw import DecayOptions, has_l2_decay, with_l2_decay
+from hf_emopt.rules.base import Group, MatrixRule, RefreshClock, State, state_dtype
 from hf_emopt.rules.lora_pairs import Factor, pair_update
 from hf_emopt.rules.options import Options, as_tuple, check_choice, check_number, check_whole, dtype_name, option
 
@@ -126,7 +127,7 @@ def _plain_coefficients(coefficients: NsCoefficients) -> Any:
 
 
 @dataclass(eq=False)
-class _CommonOptions(Options):
+class _CommonOptions(DecayOptions):
     """Options of both rules; :class:`hf_emopt.Muon` says what each of them means."""
 
     lr: float | Tensor = 1e-3
@@ -180,6 +181,11 @@ class MuonRule(MatrixRule):
             resolved = resolve_coefficients(group["ns_coefficients"], group["ns_steps"])
         except (TypeError, ValueError) as error:
             raise ValueError(f"ns_coefficients={group['ns_coefficients']!r}: {error}") from error
+        if group["cautious_weight_decay"] and group["weight_decay_type"] == "l2":
+            raise ValueError(
+                "cautious_weight_decay=True asks where the update moves a weight, which is not known when "
+                "weight_decay_type='l2' puts the decay into the gradient: leave one of them out"
+            )
         if group["lora"] == "joint":
             self._validate_joint(group, resolved.scaling)
         if resolved.scaling != "frobenius" and (compat is not None or group["eps"] is not None):
@@ -191,6 +197,7 @@ class MuonRule(MatrixRule):
             "compat": group["compat"] is not None,
             "cautious_weight_decay": bool(group["cautious_weight_decay"]),
             "lora_scale": group["lora_scale"] != "product",
+            "weight_decay_type": group["weight_decay_type"] == "l2",
             "ns_coefficients": scaling != "frobenius",
         }
         for name in (name for name, given in wrong.items() if given):
@@ -199,20 +206,21 @@ class MuonRule(MatrixRule):
                 f"{name}={group[name]!r} would make it depend on it: leave it out, or use lora='separate'"
             )
 
-    def init_state(self, param: Tensor, group: Group) -> dict[str, Tensor]:
+    def init_state(self, param: Tensor, group: Group) -> State:
         return {"momentum_buffer": torch.zeros_like(param, dtype=state_dtype(param))}
 
     def accumulate(
         self,
         params: Sequence[Tensor],
         grads: Sequence[Tensor],
-        states: Sequence[dict[str, Tensor]],
+        states: Sequence[State],
         group: Group,
         ok: Tensor | None,
     ) -> list[Tensor]:
         mu = group["momentum"]
         buffers = [state["momentum_buffer"] for state in states]
         inputs = [g if g.dtype == b.dtype else g.to(b.dtype) for g, b in zip(grads, buffers)]
+        inputs = with_l2_decay(inputs, params, group)
         if _compat(group).momentum_form == "accumulate":
             summed = torch._foreach_add(torch._foreach_mul(buffers, mu), inputs)
             for buffer, value in zip(buffers, summed):
@@ -226,8 +234,9 @@ class MuonRule(MatrixRule):
         return list(torch._foreach_lerp(inputs, buffers, mu)) if group["nesterov"] else buffers
 
     def momentum_form(self, group: Group) -> tuple[float, bool] | None:
-        # Another implementation's bits need its order of sums.
-        return (group["momentum"], group["nesterov"]) if group["compat"] is None else None
+        # Another implementation's bits need its order of sums, and the pass reads no weights.
+        plain = group["compat"] is None and not has_l2_decay(group)
+        return (group["momentum"], group["nesterov"]) if plain else None
 
     def orthogonalize(self, x: Tensor, group: Group) -> Tensor:
         """``(B, m, n)`` to its polar factor, as this group's constants approximate it."""
@@ -263,9 +272,7 @@ class MuonRule(MatrixRule):
     def update_gain(self, m: int, n: int, group: Group) -> float | None:
         return update_scale(_compat(group).adjust_lr_fn or group["adjust_lr_fn"], m, n)
 
-    def transform(
-        self, x: Tensor, matrix_state: dict[str, Tensor], group: Group, ok: Tensor | None, clock: RefreshClock
-    ) -> Tensor:
+    def transform(self, x: Tensor, matrix_state: State, group: Group, ok: Tensor | None, clock: RefreshClock) -> Tensor:
         return self.scaled(self.orthogonalize(x, group), group, x.dtype)
 
     def transform_pair(
@@ -284,7 +291,7 @@ class MuonRule(MatrixRule):
             nonzero_init, zero_init, scaling, size, reach, lambda x, state: self.pair_polar(x, state, group, ok)
         )
 
-    def pair_polar(self, x: Tensor, matrix_state: dict[str, Tensor], group: Group, ok: Tensor | None) -> Tensor:
+    def pair_polar(self, x: Tensor, matrix_state: State, group: Group, ok: Tensor | None) -> Tensor:
         """The polar factor of one side of a pair ``(N, k, r)``; turning its columns turns those of the result alike."""
         return self.orthogonalize(x, group).to(x.dtype)
 
@@ -297,16 +304,14 @@ class MuonRule(MatrixRule):
         return group["compat"] is None
 
     def transform_unscaled(
-        self, x: Tensor, matrix_state: dict[str, Tensor], group: Group, ok: Tensor | None, clock: RefreshClock
+        self, x: Tensor, matrix_state: State, group: Group, ok: Tensor | None, clock: RefreshClock
     ) -> tuple[Tensor, float]:
-        if group["compat"] is not None:
-            return super().transform_unscaled(x, matrix_state, group, ok, clock)
         return self.orthogonalize(x, group), update_scale(group["adjust_lr_fn"], x.shape[-2], x.shape[-1])
 
     def transform_part(
         self,
         x: Tensor,
-        matrix_state: dict[str, Tensor],
+        matrix_state: State,
         group: Group,
         ok: Tensor | None,
         clock: RefreshClock,
@@ -345,13 +350,7 @@ class MuonRule(MatrixRule):
         )
 
     def transform_shard(
-        self,
-        x: Tensor,
-        matrix_state: dict[str, Tensor],
-        group: Group,
-        ok: Tensor | None,
-        clock: RefreshClock,
-        shard: Shard,
+        self, x: Tensor, matrix_state: State, group: Group, ok: Tensor | None, clock: RefreshClock, shard: Shard
     ) -> Tensor:
         ortho = self.orthogonalize_shard(x, group, shard).to(x.dtype)
         return ortho * update_scale(group["adjust_lr_fn"], *shard.full_shape)
@@ -420,50 +419,39 @@ class NorMuonRule(MuonRule):
                 f"compat={group['compat']!r} is Muon's: that implementation has no NorMuon; use compat=None"
             )
 
-    def init_matrix_state(self, shape: tuple[int, int, int], group: Group, like: Tensor) -> dict[str, Tensor]:
+    def init_matrix_state(self, shape: tuple[int, int, int], group: Group, like: Tensor) -> State:
         batch, m, _ = shape
         return {"row_second_moment": torch.zeros(batch, m, 1, dtype=state_dtype(like), device=like.device)}
 
-    def transform(
-        self, x: Tensor, matrix_state: dict[str, Tensor], group: Group, ok: Tensor | None, clock: RefreshClock
-    ) -> Tensor:
+    def transform(self, x: Tensor, matrix_state: State, group: Group, ok: Tensor | None, clock: RefreshClock) -> Tensor:
         return self.scaled(self._normalized(x, matrix_state, group, ok), group, x.dtype)
 
-    def pair_polar(self, x: Tensor, matrix_state: dict[str, Tensor], group: Group, ok: Tensor | None) -> Tensor:
+    def pair_polar(self, x: Tensor, matrix_state: State, group: Group, ok: Tensor | None) -> Tensor:
         # Rows are outputs in B and inputs in A, and their norms do not change when columns are turned.
         return self._normalized(x, matrix_state, group, ok)
 
-    def _normalized(self, x: Tensor, matrix_state: dict[str, Tensor], group: Group, ok: Tensor | None) -> Tensor:
+    def _normalized(self, x: Tensor, matrix_state: State, group: Group, ok: Tensor | None) -> Tensor:
         """The polar factor with rows of running mean square one, at the polar factor's Frobenius norm."""
         ortho = self.orthogonalize(x, group).to(x.dtype)
-        moment = matrix_state["row_second_moment"]
-        mean_square = ortho.square().mean(dim=-1, keepdim=True)
-        if ok is not None:
-            mean_square = torch.where(ok, mean_square, moment)
-        moment.lerp_(mean_square, 1.0 - group["beta2"])
-        normalized = ortho / (moment.sqrt() + self._EPS)
+        normalized = ortho / self._row_norms(ortho.square().mean(dim=-1, keepdim=True), matrix_state, group, ok)
         target = torch.linalg.matrix_norm(ortho, keepdim=True)
         length = torch.linalg.matrix_norm(normalized, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
         return normalized * (target / length)
 
+    def _row_norms(self, mean_square: Tensor, matrix_state: State, group: Group, ok: Tensor | None) -> Tensor:
+        """Divisors of rows ``(B, m, 1)`` after their second moment has taken in the mean squares ``(B, m, 1)``."""
+        moment = matrix_state["row_second_moment"]
+        moment.lerp_(mean_square if ok is None else torch.where(ok, mean_square, moment), 1.0 - group["beta2"])
+        return moment.sqrt() + self._EPS
+
     def transform_shard(
-        self,
-        x: Tensor,
-        matrix_state: dict[str, Tensor],
-        group: Group,
-        ok: Tensor | None,
-        clock: RefreshClock,
-        shard: Shard,
+        self, x: Tensor, matrix_state: State, group: Group, ok: Tensor | None, clock: RefreshClock, shard: Shard
     ) -> Tensor:
         ortho = self.orthogonalize_shard(x, group, shard).to(x.dtype)
-        moment = matrix_state["row_second_moment"]
-        # Rows are whole where rows are cut; where columns are, the moments are the same on all ranks.
+        # A cut along rows leaves rows whole; after a cut along columns all ranks have the same moments.
         square_sum = ortho.square().sum(dim=-1, keepdim=True)
         mean_square = (square_sum if shard.dim == -2 else shard.sum(square_sum)) / shard.full_shape[1]
-        if ok is not None:
-            mean_square = torch.where(ok, mean_square, moment)
-        moment.lerp_(mean_square, 1.0 - group["beta2"])
-        normalized = ortho / (moment.sqrt() + self._EPS)
+        normalized = ortho / self._row_norms(mean_square, matrix_state, group, ok)
         parts = torch.stack([torch.linalg.matrix_norm(t, keepdim=True) for t in (ortho, normalized)])
         target, length = shard.sum(parts.square()).sqrt().unbind(0)
         update = normalized * (target / length.clamp_min(torch.finfo(x.dtype).tiny))

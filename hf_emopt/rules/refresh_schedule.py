@@ -5,8 +5,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 
-import torch
-
 from hf_emopt.rules.base import Group, MatrixRule, RefreshClock
 from hf_emopt.rules.blocks import BlockGrid, BlockState, FactorDim
 
@@ -46,8 +44,7 @@ class ScheduledRule(MatrixRule):
 
     def periodic_costs(self, m: int, n: int, group: Group) -> tuple[int, ...]:
         """One cost for each factor of each block, where a call costs :data:`CALL_COST`."""
-        params = group.get("params") or [torch.empty(0)]
-        device = "cpu" if params[0].device.type in ("cpu", "meta") else "cuda"
+        device = next(("cuda" for p in group.get("params", [])[:1] if p.device.type not in ("cpu", "meta")), "cpu")
         call, small = _CALL_DIM[device], _SMALL_DIM[device]
         unit = call**2 * (call + small)
         return tuple(

@@ -1,1 +1,1 @@
-"""The optimizer state of one rank: its form, where it lies, and how a step gets at it."""
+"""The optimizer state of one rank: its form, its place between steps, and its swap-in."""

@@ -1,4 +1,4 @@
-"""The way from the host to a device and back, for state that lies on the host: streams, and whose turn it is on the link."""
+"""Copies of state between host and device, on streams of their own."""
 
 from __future__ import annotations
 
@@ -9,33 +9,31 @@ import torch
 from torch import Tensor
 
 CHUNK_BYTES = 2**25
-"""Up to which tensors are moved together: long enough for the link's full rate, short beside a piece.
+"""The size up to which one copy moves tensors together: enough for the link's full rate, and little compared with a bucket.
 
-Also after how much that leaves others have their turn on the link, some 0.6 ms at 50 GB/s (a tensor of up to twice that goes
-at once)."""
+Copies to the host also pause after so many bytes, some 0.6 ms at 50 GB/s, and let other copies pass. A tensor of up to twice
+that is copied at once."""
 
 
 def host_copy_of(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor in host memory that ``device`` can read while it computes: page-locked, where there is such a thing.
+    """The tensor in host memory that ``device`` can read while it computes: page-locked, unless ``device`` is the CPU.
 
     Args:
-        tensor: on any device; returned as it is where it lies there already.
+        tensor: on any device; returned as it is if it is such a tensor already.
         device: of the mathematics.
     """
     pinned = device.type not in ("cpu", "meta")
     if tensor.device.type == "cpu" and (not pinned or tensor.is_pinned()):
         return tensor
-    home = torch.empty_like(tensor, device="cpu", pin_memory=pinned)
-    home.copy_(tensor)
-    return home
+    return torch.empty_like(tensor, device="cpu", pin_memory=pinned).copy_(tensor)
 
 
-def _runs(copies: Sequence[Tensor], home: Sequence[Tensor]) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """What is taken away without a pause: up to a chunk together, or a tensor of up to two. Longer ones are cut, if their
-    memory lies in order."""
+def _runs(copies: Sequence[Tensor], host: Sequence[Tensor]) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """Copies and their targets that go to the host without a pause: a chunk together, or a tensor of up to two. Longer
+    contiguous tensors are cut."""
     run: list[tuple[Tensor, Tensor]] = []
     size = 0
-    for copy, tensor in zip(copies, home):
+    for copy, tensor in zip(copies, host):
         parts = [(copy, tensor)]
         if tensor.nbytes > 2 * CHUNK_BYTES and copy.is_contiguous() and tensor.is_contiguous():
             numel = CHUNK_BYTES // tensor.element_size()
@@ -50,89 +48,87 @@ def _runs(copies: Sequence[Tensor], home: Sequence[Tensor]) -> Iterator[list[tup
 
 
 class _DeviceCopyStream:
-    """Two streams of an accelerator: one that brings and one that takes away.
+    """Two streams of an accelerator: one copies to the device and one to the host.
 
-    Copies are allocated on the first, so their memory is used again only by what that stream brings later, and it waits for
-    the second before it does: no other stream has to wait for a byte that leaves.
+    Copies are allocated on the first stream. So only its later copies reuse their memory, and it waits for the second stream
+    first: no other stream waits for a copy to the host.
 
-    The engine that copies to the host finishes what one stream has queued before it looks at another. A number that the
-    model or the loop reads (transformers looks at the positions in each forward pass) would wait for all state that leaves:
-    23 to 38 ms of a step of 270 on an H200, in which the GPU has nothing to do. So the second stream pauses after every
-    chunk (a longer tensor that is not contiguous goes as it is), until a kernel on a third one has run; an event alone is no
-    pause. That kernel goes first wherever there is room on a multiprocessor, since the next chunk waits for it.
+    The copy engine to the host finishes the copies of one stream before it serves another. A number that the model or the
+    loop reads (transformers reads the positions in each forward pass) would wait for all state on its way to the host: 23 to
+    38 ms of a step of 270 on an H200, in which the GPU is idle. So the second stream pauses after every chunk (but
+    not inside a longer tensor that is not contiguous), until a kernel on a third stream has run; an event alone is no pause.
+    That kernel has a high priority, since the next chunk waits for it.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._module = torch.get_device_module(device)
-        self._bringing, self._taking = self._module.Stream(device), self._module.Stream(device)
+        self._to_device, self._to_host = self._module.Stream(device), self._module.Stream(device)
         self._pausing = self._module.Stream(device, priority=-1)
         self._paused: Any = None
         self._mark: Tensor | None = None
 
-    def bring(self, home: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
-        with self._module.stream(self._bringing):
-            copies = [torch.empty_like(t, device=self.device) for t in home]
-            for copy, tensor in zip(copies, home):
+    def copy_to_device(self, host: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
+        with self._module.stream(self._to_device):
+            copies = [torch.empty_like(t, device=self.device) for t in host]
+            for copy, tensor in zip(copies, host):
                 copy.copy_(tensor, non_blocking=True)
             arrived = self._module.Event()
-            arrived.record(self._bringing)
+            arrived.record(self._to_device)
         return copies, arrived
 
     def await_arrival(self, arrived: Any) -> None:
         self._module.current_stream(self.device).wait_event(arrived)
 
-    def take_away(self, copies: Sequence[Tensor], home: Sequence[Tensor]) -> Any:
+    def copy_to_host(self, copies: Sequence[Tensor], host: Sequence[Tensor]) -> Any:
         done = self._module.Event()
         done.record(self._module.current_stream(self.device))
-        self._taking.wait_event(done)
+        self._to_host.wait_event(done)
         left = None
-        for run in _runs(copies, home):
+        for run in _runs(copies, host):
             if self._paused is not None:
-                self._taking.wait_event(self._paused)
-            with self._module.stream(self._taking):
+                self._to_host.wait_event(self._paused)
+            with self._module.stream(self._to_host):
                 for copy, tensor in run:
                     tensor.copy_(copy, non_blocking=True)
                 left = self._module.Event()
-                left.record(self._taking)
+                left.record(self._to_host)
             self._paused = self._pause_after(left)
         return left
 
     def _pause_after(self, left: Any) -> Any:
-        """An event behind a kernel behind ``left``."""
+        """An event after a kernel that runs after ``left``."""
         self._pausing.wait_event(left)
         with self._module.stream(self._pausing):
             if self._mark is None:
                 self._mark = torch.empty(1, device=self.device)
-            self._mark.fill_(1.0)  # not zero_(), which copies' own engine may run
+            self._mark.fill_(1.0)  # not zero_(), which the copy engine may run
             over = self._module.Event()
             over.record(self._pausing)
         return over
 
     def release(self, left: Any) -> None:
-        """Before copies are let go of."""
-        if left is not None:
-            self._bringing.wait_event(left)
-            return
-        unused = self._module.Event()  # nobody has written to them, and the current stream may still read
-        unused.record(self._module.current_stream(self.device))
-        self._bringing.wait_event(unused)
+        """Orders later copies to the device after ``left``, or after the current stream: called before copies are freed."""
+        if left is None:  # nobody has written to the copies, and the current stream may still read them
+            left = self._module.Event()
+            left.record(self._module.current_stream(self.device))
+        self._to_device.wait_event(left)
 
     def synchronize(self) -> None:
-        self._taking.synchronize()
+        self._to_host.synchronize()
 
 
 class _SameMemory:
-    """Host to host: copies are made all the same, so that one flow serves both and tests can count."""
+    """Host to host. It copies too, so that one flow serves both and tests can count."""
 
-    def bring(self, home: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
-        return [t.clone() for t in home], None
+    def copy_to_device(self, host: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
+        return [t.clone() for t in host], None
 
     def await_arrival(self, arrived: Any) -> None:
         pass
 
-    def take_away(self, copies: Sequence[Tensor], home: Sequence[Tensor]) -> Any:
-        for copy, tensor in zip(copies, home):
+    def copy_to_host(self, copies: Sequence[Tensor], host: Sequence[Tensor]) -> Any:
+        for copy, tensor in zip(copies, host):
             tensor.copy_(copy)
         return None
 
@@ -144,9 +140,10 @@ class _SameMemory:
 
 
 CopyStream = _DeviceCopyStream | _SameMemory
-"""To a device and back: ``bring``, ``await_arrival``, ``take_away``, and ``release`` before copies are let go of."""
+"""Copies to a device and back: ``copy_to_device``, ``await_arrival``, ``copy_to_host``, and ``release`` before copies are
+freed."""
 
 
 def copy_stream_to(device: torch.device) -> CopyStream:
-    """The way from the host to a device."""
+    """The streams between the host and a device."""
     return _SameMemory() if device.type == "cpu" else _DeviceCopyStream(device)

@@ -1,13 +1,13 @@
-"""State that lies on the host between steps, and is on the device only while it is worked on.
+"""State that is in host memory between steps, and on the device only while a step uses it.
 
-A step borrows the state of one piece of work at a time (:meth:`StateOffload.borrow`) and gives it back. While one piece is
-worked on, the next ones, as the last step went, are on their way to the device on a stream of its own; what is given back is
-written to the host on another one. What arrives takes the memory of what left, a few tensors at a time, and is written to it
-only when their last byte is on the host. So the link is busy in both directions in the memory of a few pieces, three unless
-:data:`ROOM_VARIABLE` says otherwise; and one piece, the first of the next step, waits on the device between steps. Who knows
-that a step is near says so (:meth:`StateOffload.approach`): then the memory of a step is filled before it begins.
+A step swaps in the state of one piece of work at a time (:meth:`StateOffload.swap_in`) and swaps it out again. Meanwhile one
+stream copies the next pieces to the device, in the order of the last step, and another copies finished pieces to the host.
+The next copies reuse the device memory of the finished ones, a chunk at a time, as soon as the chunk is on the host. So both
+directions of the link are busy within the memory of a few pieces: three, unless :data:`BUDGET_VARIABLE` says otherwise. One
+piece, the first of the next step, stays on the device between steps. :meth:`StateOffload.approach` fills the whole budget
+before a step begins.
 
-Nothing here knows what state is, whose it is or what is done with it.
+This module does not know what the tensors mean.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ import math
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -27,41 +26,42 @@ from torch import Tensor
 
 from hf_emopt.state.host_transfer import CHUNK_BYTES, CopyStream, copy_stream_to
 
-ROOM_VARIABLE = "HF_EMOPT_OFFLOAD_BUCKETS"
-"""Environment variable with the room in a step, in buckets; 3 where it is not set. More of it hides more of the link.
+BUDGET_VARIABLE = "HF_EMOPT_OFFLOAD_BUCKETS"
+"""Environment variable with the budget of a step, in buckets; 3 where it is not set. A larger one hides more of the copies.
 
 Measured on an H200, Muon at 1.1 B in float32: 1.11 times the step without offload with 3, 1.04 with 5."""
 
 
-def room_in_buckets() -> float:
-    """The environment's :data:`ROOM_VARIABLE`, else 3: the piece that is worked on, and twice as much that comes or goes.
+def budget_in_buckets() -> float:
+    """The environment's :data:`BUDGET_VARIABLE`, else 3: the piece in use, and twice as much on its way in or out.
 
     Raises:
-        ValueError: when the variable is not a number from 2 on.
+        ValueError: the variable is not a number from 2 on.
     """
-    given = os.environ.get(ROOM_VARIABLE, "") or "3"
+    given = os.environ.get(BUDGET_VARIABLE, "") or "3"
     try:
         buckets = float(given)
     except ValueError:
         buckets = 0.0
     if not 2.0 <= buckets < math.inf:
-        raise ValueError(f"{ROOM_VARIABLE}={given!r} must be a number of buckets from 2 on, or unset for 3")
+        raise ValueError(f"{BUDGET_VARIABLE}={given!r} must be a number of buckets from 2 on, or unset for 3")
     return buckets
 
 
 @dataclass
 class _Chunk:
-    """Tensors that are moved together.
+    """Tensors that one copy moves together.
 
     Attributes:
-        memory: addresses of their memory on the host.
-        copies: on the device, or on their way.
-        versions: of the tensors on the host when they were read.
-        arrived: event after which the copies can be read, or ``None`` where that is now.
-        left: event after which they are back on the host, or ``None``.
+        host: the tensors in host memory.
+        memory: addresses of their memory.
+        copies: on the device, or on their way to it.
+        versions: of the host tensors when they were read.
+        arrived: event after which the copies may be read; ``None``: at once.
+        left: event after which the host has the copies; ``None``: at once.
     """
 
-    home: list[Tensor]
+    host: list[Tensor]
     memory: frozenset[int]
     copies: list[Tensor] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -70,54 +70,48 @@ class _Chunk:
 
     @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for t in self.home)
+        return sum(t.nbytes for t in self.host)
 
     @property
     def unchanged(self) -> bool:
-        """Whether what lies on the host is what was read."""
-        return not self.copies or [_version(t) for t in self.home] == self.versions
+        """Whether nobody wrote to the host tensors since they were read."""
+        return not self.copies or [_version(t) for t in self.host] == self.versions
 
 
 class _Piece:
-    """What a piece of work takes: its name, the tensors on the host, and where they are worked on."""
+    """The state of a piece of work: its name, its tensors on the host, and the device that uses them."""
 
-    def __init__(self, key: Hashable, home: Sequence[Tensor], device: torch.device) -> None:
-        self.key, self.home, self.device = key, list(home), device
-        self.memory = _memory(home)
-        self.nbytes = sum(t.nbytes for t in home)
-
-    def is_of(self, key: Hashable, home: Sequence[Tensor]) -> bool:
-        """Whether it is that piece, of these tensors."""
-        return (
-            key == self.key
-            and len(home) == len(self.home)
-            and all(
-                a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.dtype == b.dtype
-                for a, b in zip(self.home, home)
-            )
-        )
+    def __init__(self, key: Hashable, host: Sequence[Tensor], device: torch.device) -> None:
+        self.key, self.host, self.device = key, list(host), device
+        self.memory = _memory(host)
+        self.nbytes = sum(t.nbytes for t in host)
 
 
 class _SwappedIn:
-    """A piece on the device, or as many chunks of it as are on their way there."""
+    """A piece on the device, or as many of its chunks as are on their way there."""
 
     def __init__(self, piece: _Piece, copy_stream: CopyStream) -> None:
         self.piece, self.copy_stream = piece, copy_stream
-        self.chunks = [_Chunk(tensors, _memory(tensors)) for tensors in _together(piece.home)]
-        self.brought = 0
+        self.chunks = [_Chunk(tensors, _memory(tensors)) for tensors in _together(piece.host)]
+        self.begun = 0
 
     @property
     def complete(self) -> bool:
-        return self.brought == len(self.chunks)
+        return self.begun == len(self.chunks)
 
     @property
     def next(self) -> _Chunk:
-        """The chunk that is to be brought next."""
-        return self.chunks[self.brought]
+        """The chunk whose copy begins next."""
+        return self.chunks[self.begun]
 
-    def serves(self, key: Hashable, home: Sequence[Tensor]) -> bool:
-        """Whether it is of these tensors as they are now."""
-        return self.piece.is_of(key, home) and all(chunk.unchanged for chunk in self.chunks)
+    def serves(self, key: Hashable, host: Sequence[Tensor]) -> bool:
+        """Whether it has copies of these tensors as they are now."""
+        same = key == self.piece.key and len(host) == len(self.piece.host)
+        pairs = zip(self.piece.host, host)
+        same = same and all(
+            a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.dtype == b.dtype for a, b in pairs
+        )
+        return same and all(chunk.unchanged for chunk in self.chunks)
 
 
 def _memory(tensors: Sequence[Tensor]) -> frozenset[int]:
@@ -125,15 +119,15 @@ def _memory(tensors: Sequence[Tensor]) -> frozenset[int]:
 
 
 def _version(tensor: Tensor) -> int:
-    """Grows with every write in place; of tensors made in inference mode nobody counts."""
+    """Number of writes in place; -1 for a tensor of inference mode, which has no count."""
     return -1 if tensor.is_inference() else tensor._version
 
 
-def _together(home: Sequence[Tensor]) -> list[list[Tensor]]:
+def _together(host: Sequence[Tensor]) -> list[list[Tensor]]:
     """Neighbours of up to :data:`CHUNK_BYTES` together; a larger tensor alone."""
     chunks: list[list[Tensor]] = []
     size = 0
-    for tensor in home:
+    for tensor in host:
         if not chunks or size + tensor.nbytes > CHUNK_BYTES:
             chunks.append([])
             size = 0
@@ -149,7 +143,7 @@ _R = TypeVar("_R")
 def _one_at_a_time(
     method: Callable[Concatenate[StateOffload, _P], _R],
 ) -> Callable[Concatenate[StateOffload, _P], _R]:
-    """Has other threads wait: a backward pass, on a thread of autograd's own, may say that a step is near at any time."""
+    """Makes other threads wait: autograd's own threads call :meth:`StateOffload.approach` at any time."""
 
     @functools.wraps(method)
     def alone(self: StateOffload, /, *args: _P.args, **options: _P.kwargs) -> _R:
@@ -160,29 +154,26 @@ def _one_at_a_time(
 
 
 class StateOffload:
-    """Lends tensors that lie on the host to a device, one piece of work at a time, the next ones ahead.
+    """Swaps host tensors in for one piece of work at a time, and begins the copies of the next pieces ahead of their use.
 
-    The order in which pieces are borrowed is learned, and so is the largest of them, the bucket by which room is measured:
-    in a step there are three buckets of room on the device (:data:`ROOM_VARIABLE`), and between steps one. While one piece
-    is worked on, those that followed it in the last step are brought as far as the room goes, and at the end of a step those
-    that the next one begins with: they arrive during the next forward pass. From :meth:`approach` on there is the room of a
-    step, until it ends or :meth:`settle` is called. Where a step goes another way, what was brought for nothing is dropped,
-    and what is asked for comes late.
+    It learns the order of the pieces and the size of the largest one, the *bucket*. Copies on the device take at most three
+    buckets in a step (:data:`BUDGET_VARIABLE`) and one between steps. While a piece is in use, the pieces that followed it in
+    the last step are copied, as far as the budget goes. At the end of a step the first pieces of the next step are copied,
+    during the next forward pass. From :meth:`approach` on the budget is that of a step, until the step ends or :meth:`settle`
+    is called. Where a step takes another way, useless copies are dropped, and the needed ones come late.
 
-    What is brought ahead of a step is a copy of what somebody may write to before it. So it is used only where the tensors
-    on the host are the same and were not written to since (``Tensor._version``); :meth:`settle` is for writes that nobody
-    counts.
+    Somebody may write to the host tensors between an early copy and the step. So a copy is used only where the host tensors
+    are the same and have no new writes (``Tensor._version``); :meth:`settle` is for writes that nobody counts.
 
     Attributes:
-        resident_bytes: of copies on devices now: those that arrive, those that are worked on, and those that leave, until
-            what comes next is given their memory.
-        peak_bytes: the most that there were; at most the room, where pieces are borrowed one at a time.
-        left_bytes: the most that a step left there; at most :attr:`largest_bytes`.
-        ready_bytes: that were there, or on their way, when the last step began.
+        resident_bytes: of copies on devices now: on their way in, in use, and on their way out until their memory is reused.
+        peak_bytes: the largest ``resident_bytes``; at most the budget, where pieces are swapped in one at a time.
+        left_bytes: the largest ``resident_bytes`` at the end of a step; at most :attr:`largest_bytes`.
+        ready_bytes: ``resident_bytes`` when the last step began.
         largest_bytes: of one piece.
-        buckets: of room in a step, as :func:`room_in_buckets` was when this was made.
-        moved_bytes: brought to devices so far.
-        fetched_ahead, fetched_late: pieces that were on their way when they were asked for, and those that were not.
+        buckets: the budget of a step, as :func:`budget_in_buckets` was when this object was made.
+        moved_bytes: copied to devices so far.
+        fetched_ahead, fetched_late: pieces whose copy had begun when they were asked for, and pieces whose copy had not.
     """
 
     def __init__(self) -> None:
@@ -190,189 +181,175 @@ class StateOffload:
         self.ready_bytes = self.fetched_ahead = self.fetched_late = 0
         self._copy_streams: dict[torch.device, CopyStream] = {}
         self._ahead: deque[_SwappedIn] = deque()
-        """In the order in which they are expected to be asked for; only the last may be incomplete."""
-        self._borrowed: list[_SwappedIn] = []
+        """In the order in which the step will ask for them; only the last may be incomplete."""
+        self._used: list[_SwappedIn] = []
         self._leaving: deque[tuple[CopyStream, _Chunk]] = deque()
         self._followed_by: dict[Hashable, _Piece] = {}
         self._start: _Piece | None = None
         self._last: Hashable = None
         self._stepping = self._near = False
         self._lock = threading.RLock()
-        self.buckets = room_in_buckets()
+        self.buckets = budget_in_buckets()
 
     @_one_at_a_time
     def approach(self) -> None:
-        """When a step is near: brings what the last one began with, as far as a step has room.
+        """Announces a step: copies the first pieces of the last step, up to the budget of a step.
 
-        From any thread and with any current stream: copies are made on a stream of this object's own, in memory that no
-        other one has used, and nothing that is being computed is waited for. Where the step does not come, what was brought
-        stays until :meth:`settle` or the next step, which takes it only if it is still what lies on the host.
+        Any thread may call it, with any current stream: the copies have a stream and memory of their own, and wait for no
+        computation. If no step follows, the copies stay until :meth:`settle` or the next step, which uses them only if they
+        still equal the host tensors.
 
         Raises:
-            torch.OutOfMemoryError: what was brought until then stays, and the rest comes in the step.
+            torch.OutOfMemoryError: copies that have begun stay, and the rest comes in the step.
         """
         if not self._stepping:
             self._near = True
-            self._bring_ahead()
+            self._copy_ahead()
 
     @_one_at_a_time
     def begin(self) -> None:
-        """At the beginning of a step: brings what the last one began with, as far as there is room."""
+        """Begins a step: copies the first pieces of the last step, up to the budget."""
         self.ready_bytes = self.resident_bytes
-        for swapped_in in self._borrowed:  # of a step that broke off
+        for swapped_in in self._used:  # of a step that raised
             swapped_in.copy_stream.release(None)
             self._drop(swapped_in)
-        self._borrowed.clear()
+        self._used.clear()
         self._stepping, self._near, self._last = True, False, None
-        self._bring_ahead()
+        self._copy_ahead()
 
     @_one_at_a_time
-    def borrow(self, key: Hashable, home: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-        """Copies on the device, which the current stream may read and write until :meth:`give_back`.
+    def swap_in(self, key: Hashable, host: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+        """Copies on the device, which the current stream may read and write until :meth:`swap_out`.
 
         Args:
-            key: names the piece of work, the same in every step.
-            home: tensors on the host, from :func:`host_copy_of`. They are undefined until :meth:`give_back` and
-                :meth:`synchronize`.
-            device: where they are worked on.
+            key: name of the piece of work, the same in every step.
+            host: tensors from :func:`host_copy_of`. They are undefined until :meth:`swap_out` and :meth:`synchronize`.
+            device: of the mathematics.
         """
-        swapped_in = self._expected(key, home)
+        swapped_in = self._expected(key, host)
         if swapped_in is None:
-            swapped_in = self._swapped_in(_Piece(key, home, device))
+            swapped_in = self._begin(_Piece(key, host, device))
             self.fetched_late += 1
         else:
             self.fetched_ahead += 1
-        self._borrowed.append(swapped_in)
+        self._used.append(swapped_in)
         while not swapped_in.complete:
-            self._bring(swapped_in)
-        if swapped_in.chunks:  # on one stream, so that the last one is the last to be there
+            self._copy_next(swapped_in)
+        if swapped_in.chunks:  # all copies are on one stream, so the last chunk arrives last
             swapped_in.copy_stream.await_arrival(swapped_in.chunks[-1].arrived)
-        if self._stepping:  # else it says nothing of the order in a step
+        if self._stepping:  # other calls say nothing of the order in a step
             if self._last is None:
                 self._start = swapped_in.piece
             else:
                 self._followed_by[self._last] = swapped_in.piece
             self._last = key
-        self._bring_ahead()
-        return [copy for chunk in swapped_in.chunks for copy in chunk.copies]  # who keeps one keeps its memory too
+        self._copy_ahead()
+        return [copy for chunk in swapped_in.chunks for copy in chunk.copies]  # a reference to a copy keeps its memory
 
     @_one_at_a_time
-    def give_back(self, key: Hashable) -> None:
-        """Starts to write the copies of a piece to the host, when the current stream is through with them."""
-        swapped_in = next(swapped_in for swapped_in in self._borrowed if swapped_in.piece.key == key)
-        self._borrowed.remove(swapped_in)
+    def swap_out(self, key: Hashable) -> None:
+        """Starts to copy a piece to the host, after the work that the current stream has queued on it."""
+        swapped_in = next(swapped_in for swapped_in in self._used if swapped_in.piece.key == key)
+        self._used.remove(swapped_in)
         if any(not swapped_in.piece.memory.isdisjoint(other.piece.memory) for other in self._ahead):
-            self._drop_ahead()  # they were read before this is written
+            self._drop_ahead()  # their copies are older than this one
         for chunk in swapped_in.chunks:
-            chunk.left = swapped_in.copy_stream.take_away(chunk.copies, chunk.home)
+            chunk.left = swapped_in.copy_stream.copy_to_host(chunk.copies, chunk.host)
             self._leaving.append((swapped_in.copy_stream, chunk))
-        self._bring_ahead()
-
-    @contextmanager
-    def lent(self, key: Hashable, home: Sequence[Tensor], device: torch.device) -> Iterator[list[Tensor]]:
-        """:meth:`borrow`, and :meth:`give_back` at the end."""
-        copies = self.borrow(key, home, device)
-        try:
-            yield copies
-        finally:
-            self.give_back(key)
+        self._copy_ahead()
 
     @_one_at_a_time
     def finish(self) -> None:
-        """At the end of a step: what the next one begins with is all that stays, and no more than one bucket of it.
+        """Ends a step: at most one bucket of the first pieces of the next step stays on the device.
 
-        Bytes may still be on their way to the host; nothing waits for them but what is brought next.
+        Copies to the host may still run. Only later copies to the device wait for them.
         """
         self._stepping, self._last = False, None
         self._drop_ahead()
-        self._let_go()
-        self._bring_ahead()
+        self._free()
+        self._copy_ahead()
         self.left_bytes = max(self.left_bytes, self.resident_bytes)
 
     @_one_at_a_time
     def settle(self) -> None:
-        """Before others read or write what lies on the host: all of it is there, and nothing is on the device."""
+        """Lets others read and write the host tensors: all state is on the host, and none on the device."""
         self._near = False
         self._drop_ahead()
-        self._let_go()
+        self._free()
         self.synchronize()
 
     def synchronize(self) -> None:
-        """Waits until all that was given back is on the host, where it may then be read."""
+        """Waits until every swapped-out piece is on the host, where it may then be read."""
         for copy_stream in self._copy_streams.values():
             copy_stream.synchronize()
 
     # ------------------------------------------------------------------ pieces
 
-    def _expected(self, key: Hashable, home: Sequence[Tensor]) -> _SwappedIn | None:
-        """What was brought ahead of this; what was brought for others, that were left out, is dropped."""
+    def _expected(self, key: Hashable, host: Sequence[Tensor]) -> _SwappedIn | None:
+        """The copies of these tensors that have begun already; those of pieces that the step left out are dropped."""
         while self._ahead:
             swapped_in = self._ahead.popleft()
-            if swapped_in.serves(key, home):
+            if swapped_in.serves(key, host):
                 return swapped_in
             self._drop(swapped_in)
         return None
 
-    def _swapped_in(self, piece: _Piece) -> _SwappedIn:
-        """A swapped_in of which nothing is brought yet."""
+    def _begin(self, piece: _Piece) -> _SwappedIn:
+        """The swap-in of a piece, without any copy yet."""
         if piece.device not in self._copy_streams:
             self._copy_streams[piece.device] = copy_stream_to(piece.device)
         self.largest_bytes = max(self.largest_bytes, piece.nbytes)
         return _SwappedIn(piece, self._copy_streams[piece.device])
 
-    def _bring_ahead(self) -> None:
-        """Brings what is expected next, as far as there is room."""
+    def _copy_ahead(self) -> None:
+        """Copies the next expected pieces, up to the budget."""
         while True:
             if not self._ahead or self._ahead[-1].complete:
                 following = self._following()
                 if following is None:
                     return
-                self._ahead.append(self._swapped_in(following))
+                self._ahead.append(self._begin(following))
             swapped_in = self._ahead[-1]
-            if not self._make_room(swapped_in.next.nbytes):
-                if not swapped_in.brought:
+            if not self._fits(swapped_in.next.nbytes):
+                if not swapped_in.begun:
                     self._ahead.pop()
                 return
-            self._bring(swapped_in)
+            self._copy_next(swapped_in)
 
     def _following(self) -> _Piece | None:
-        """The piece after those that are on their way; ``None`` where that is not known, or is one of the next step."""
+        """The piece after those on their way; ``None`` where it is unknown, or belongs to the next step."""
         if self._ahead:
             piece = self._followed_by.get(self._ahead[-1].piece.key)
         else:
             piece = self._start if self._last is None else self._followed_by.get(self._last)
-        if piece is None or not piece.home:
+        if piece is None or not piece.host:
             return None
         if self._last is not None and self._start is not None and piece.key == self._start.key:
             return None  # of the next step
         return None if any(swapped_in.piece.key == piece.key for swapped_in in self._ahead) else piece
 
-    @property
-    def _room(self) -> int:
-        """Bytes that may be on devices."""
-        return int((self.buckets if self._stepping or self._near else 1) * self.largest_bytes)
+    def _fits(self, nbytes: int) -> bool:
+        """Whether so many more bytes are within the budget; frees finished chunks as far as that needs."""
+        budget = int((self.buckets if self._stepping or self._near else 1) * self.largest_bytes)
+        while self._leaving and self.resident_bytes + nbytes > budget:
+            self._free(1)
+        return self.resident_bytes + nbytes <= budget
 
-    def _make_room(self, nbytes: int) -> bool:
-        """Lets go of what leaves, as far as that is needed; whether there is room then."""
-        while self._leaving and self.resident_bytes + nbytes > self._room:
-            self._let_go(1)
-        return self.resident_bytes + nbytes <= self._room
-
-    def _bring(self, swapped_in: _SwappedIn) -> None:
-        """Starts to bring the next chunk of a swapped_in, whether there is room or not."""
+    def _copy_next(self, swapped_in: _SwappedIn) -> None:
+        """Starts to copy the next chunk to the device, within the budget or not."""
         chunk = swapped_in.next
-        self._make_room(chunk.nbytes)
+        self._fits(chunk.nbytes)
         while any(not chunk.memory.isdisjoint(other.memory) for _, other in self._leaving):
-            self._let_go(1)  # what is read must have been written
-        chunk.versions = [_version(t) for t in chunk.home]
-        chunk.copies, chunk.arrived = swapped_in.copy_stream.bring(chunk.home)
-        swapped_in.brought += 1
+            self._free(1)  # the host tensor must be written before it is read
+        chunk.versions = [_version(t) for t in chunk.host]
+        chunk.copies, chunk.arrived = swapped_in.copy_stream.copy_to_device(chunk.host)
+        swapped_in.begun += 1
         self.resident_bytes += chunk.nbytes
         self.moved_bytes += chunk.nbytes
         self.peak_bytes = max(self.peak_bytes, self.resident_bytes)
 
-    def _let_go(self, count: int | None = None) -> None:
-        """Gives the memory of what has been leaving for longest, or of all, to what is brought from here on."""
+    def _free(self, count: int | None = None) -> None:
+        """Frees the memory of the oldest ``count`` chunks on their way to the host, or of all, for later copies."""
         for _ in range(len(self._leaving) if count is None else count):
             copy_stream, chunk = self._leaving.popleft()
             copy_stream.release(chunk.left)
@@ -384,8 +361,8 @@ class StateOffload:
             self._drop(self._ahead.pop())
 
     def _drop(self, swapped_in: _SwappedIn) -> None:
-        """Lets go of copies that are not to be written home; what is brought into their memory comes after them."""
-        for chunk in swapped_in.chunks[: swapped_in.brought]:
+        """Frees copies that never go to the host; later copies into their memory are ordered after them."""
+        for chunk in swapped_in.chunks[: swapped_in.begun]:
             self.resident_bytes -= chunk.nbytes
             chunk.copies.clear()
-        swapped_in.brought = 0
+        swapped_in.begun = 0

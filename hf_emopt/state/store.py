@@ -1,10 +1,10 @@
-"""The state that a rank holds: made when a parameter is first met, found again by parameter, by bucket and by batch.
+"""The state of a rank, made at the first use of a parameter, and looked up by parameter, by bucket and by batch.
 
-Elementwise state is laid out as its parameter, or, where ranks hold copies of a parameter, in the parts that a rank owns.
-State of whole matrices is one tensor for all matrices of a batch, and ``optimizer.state`` has views of it.
+Elementwise state is laid out as its parameter. Where ranks hold copies of a parameter, a rank has the state of the regions
+that it owns. State of whole matrices is one tensor for all matrices of a batch, and ``optimizer.state`` has views of it.
 
-Between steps an entry may be packed in fewer bits, and its tensor may be a host copy. A phase that reads or writes state has
-it swapped in: unpacked, and on the device of the mathematics.
+Between steps an entry may be packed in fewer bits, and its tensor may be a host copy. A phase that reads or writes state
+swaps it in: unpacked, and on the device of the mathematics.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ def _all(key: str) -> bool:
 
 @dataclass(frozen=True)
 class SwapIn:
-    """What a phase of a step wants of state.
+    """The state that a phase of a step needs.
 
     Attributes:
-        name: of the piece of work, the same in every step: the offload learns their order.
+        name: of the piece of work, the same in every step: the offload learns the order of names.
         device: of the mathematics.
         dtype: of moments while they are swapped in.
-        wanted: which entries, by key.
+        wanted: chooses entries by key.
         ok: scalar bool on the device; ``False`` keeps packed moments as they were.
         noise: makes a generator on the device that rounds moments when they are packed.
-        rows: index on the device of the matrices whose moments are kept; others stay as they were. ``None`` for all.
-        on_device: the states are copies on the device already, brought with their parameters.
+        rows: index on the device of the matrices whose moments are written; ``None`` for all.
+        on_device: the states are copies on the device already, fetched with their parameters.
     """
 
     name: Hashable
@@ -108,16 +108,15 @@ class StateStore:
     """State of the parameters that are planned together, as this rank holds it.
 
     Args:
-        rule: says what state a matrix has.
+        rule: makes the state of a matrix.
         groups: the optimizer's parameter groups.
         params: their parameters, as they were planned.
         state: the optimizer's ``state``, filled here.
         grids: the ranks of every parameter, by name.
-        offload: where state lies on the host between steps.
+        offload: swaps state in, where it is on the host between steps; ``None`` where it stays on the device.
 
     Attributes:
-        state: the optimizer's ``state``.
-        offload: where state lies on the host between steps; ``None`` where it stays on the device.
+        state, offload: as given.
         by_batch: state of whole matrices, by bucket and batch.
     """
 
@@ -142,7 +141,7 @@ class StateStore:
         self.move_to_host()
 
     def move_to_host(self) -> None:
-        """Puts all state where it lies between steps; for state that came from elsewhere."""
+        """Makes host copies of all state that came from elsewhere, such as a checkpoint."""
         if self.offload is None:
             return
         for group, params in zip(self._groups, self._params):
@@ -152,14 +151,14 @@ class StateStore:
                     state[key] = self.host_copy(key, state[key], compute_device(param) if "." in key else param.device)
 
     def kept_device(self, param: Tensor, key: str) -> torch.device:
-        """Where an entry of a parameter's elementwise state lies between steps."""
+        """The device of an entry of a parameter's elementwise state between steps."""
         return param.device if self.offload is None or key == "step" else torch.device("cpu")
 
     def host_copy(self, key: str, value: Tensor, device: torch.device) -> Tensor:
-        """An entry where it is kept between steps.
+        """An entry as it is kept between steps.
 
         Args:
-            device: on which it is computed with.
+            device: of the mathematics.
         """
         if self.offload is None or not is_offloadable(key):
             return value
@@ -170,7 +169,7 @@ class StateStore:
         return value if copy is local else laid_out(copy, value, value.shape)
 
     def is_direct(self, group: dict[str, Any], on_device: bool = False) -> bool:
-        """Whether state is computed with as it is kept: neither packed nor offloaded."""
+        """Whether a step uses state as it is kept: neither packed nor offloaded."""
         return group["state_dtype"] == "float32" and (on_device or self.offload is None)
 
     def swapped_in(
@@ -178,11 +177,11 @@ class StateStore:
     ) -> AbstractContextManager[list[State]]:
         """States whose wanted entries are on the device, and may be written to.
 
-        When the block ends, what is in them is kept and the dictionaries are emptied.
+        The end of the block keeps the entries and empties the dictionaries.
 
         Args:
             states: plain tensors by key.
-            group: hyperparameters, which say in which form moments are kept.
+            group: hyperparameters; ``state_dtype`` is the form in which moments are kept.
         """
         if self.is_direct(group, request.on_device):
             return nullcontext(list(states))
@@ -194,7 +193,7 @@ class StateStore:
         flat = [value for s in kept for value in s.values()]
         offload = self.offload if flat and not request.on_device else None
         if offload is not None:
-            copies = offload.borrow(request.name, flat, request.device)
+            copies = offload.swap_in(request.name, flat, request.device)
             kept = [{k: copies.pop(0) for k in s} for s in kept]
         swapped = [
             {**{k: v for k, v in s.items() if k not in here}, **(unpacked(here, request.dtype) if packed else here)}
@@ -207,18 +206,18 @@ class StateStore:
                 for here, s in zip(kept, swapped):
                     update_packed(here, s, request.ok, generator, request.rows)
         finally:
-            for s in (*swapped, *kept):  # before the next piece is given their memory
+            for s in (*swapped, *kept):  # the next piece reuses their memory
                 s.clear()
             if offload is not None:
-                offload.give_back(request.name)
+                offload.swap_out(request.name)
 
     # ------------------------------------------------------------------ of a parameter
 
     def ready(self, param: Tensor, group: Group, owned: Sequence[OwnedRegion] | None = None) -> State:
-        """The parameter's state, made when it is first met.
+        """The parameter's state, made at its first use.
 
         Args:
-            owned: this rank's owned regions, where ranks share a parameter that each holds whole: state is theirs alone.
+            owned: this rank's owned regions, where every rank holds the parameter whole: only they have state here.
         """
         state: State = self.state[param]
         if _has_all(state, param, group):
@@ -230,7 +229,7 @@ class StateStore:
         if like is None:
             return state
         for key, value in elementwise_state(self._rule, group, like, whole_shape(param)).items():
-            # Where state is there, its weights were wider: what 16 bits cannot hold is new.
+            # State without low bits is of wider weights; the low bits of 16-bit ones begin now.
             if key not in state and (is_weight_state(key) or not begun):
                 whole = shape_of_entry(key, param.shape)
                 state[key] = self.host_copy(key, laid_out(value, param, whole), param.device)
@@ -243,14 +242,14 @@ class StateStore:
         if _has_all(state, param, group):
             return state
         owned = self.owned(bucket, i)
-        # Of what others own there is the count alone, which nothing can be missing beside.
+        # A parameter of other owners has its count alone here.
         return state if owned == [] and "step" in state else self.ready(param, group, owned)
 
     def local(self, bucket: Bucket, i: int) -> State:
-        """:meth:`of` as this rank holds it, without that of whole matrices; the same object while it is the same."""
+        """:meth:`of` as this rank holds it, without state of whole matrices; the same object while no entry is replaced."""
         param, state = self._parameter(bucket, i), self.of(bucket, i)
         entries = tuple(state.values())
-        known = self._local.get(id(param))  # not that of the state: of one that was replaced entries would stay
+        known = self._local.get(id(param))  # by the state's id, entries of replaced states would stay
         if known is not None and tuple(map(id, known[0])) == tuple(map(id, entries)):
             return known[1]
         local = self._own_local(state, self._groups[bucket.group])
@@ -264,11 +263,11 @@ class StateStore:
         return {key: local_tensor(state[key]) for key in own}
 
     def owned(self, bucket: Bucket, i: int) -> list[OwnedRegion] | None:
-        """This rank's owned regions of a parameter whose state lies with owners; ``None`` where it lies as the parameter
-        does."""
+        """This rank's owned regions of a parameter whose state its owners hold; ``None`` where state is laid out as the
+        parameter."""
         if not self.has_owners(bucket):
             return None
-        if id(bucket) not in self._owned:  # a bucket of the plan, which is kept as long as this is
+        if id(bucket) not in self._owned:  # the plan keeps its buckets, so ids stay unique
             by_parameter: dict[int, list[OwnedRegion]] = defaultdict(list)
             for owned_region in self._owned_in(bucket):
                 by_parameter[owned_region.parameter].append(owned_region)
@@ -276,14 +275,14 @@ class StateStore:
         return self._owned[id(bucket)].get(i, [])
 
     def has_owners(self, bucket: Bucket) -> bool:
-        """Whether every rank holds the bucket's parameters whole and their state lies with owners."""
+        """Whether every rank holds the bucket's parameters whole, and their owners hold the state."""
         return bucket.storage.world_size > 1 and not is_sharded(self._parameter(bucket, 0))
 
     # ------------------------------------------------------------------ of several
 
     def of_bucket(self, index: int, bucket: Bucket, present: Sequence[int]) -> StateSnapshot:
         """:meth:`of` and :meth:`local` of some of a bucket's matrices; one object while they stay the same."""
-        # One for a bucket: those of other parameters would keep tensors alive that have been replaced.
+        # One snapshot a bucket: more of them would keep replaced tensors alive.
         known = self._of_buckets.get(index)
         if known is not None and known.keys == tuple(present) and known.is_current(self.state):
             return known
@@ -297,7 +296,7 @@ class StateStore:
         """:meth:`ready` of parameters that are stepped element by element, as this rank holds it.
 
         Args:
-            key: of the parameters that are stepped together, mostly the same in every step.
+            key: names the parameters that are stepped together, mostly the same in every step.
         """
         known = self._own.get(key)
         if known is None or not known.is_current(self.state, params):
@@ -309,8 +308,8 @@ class StateStore:
     def of_batch(self, key: tuple[int, int], bucket: Bucket, batch: Batch, group: Group) -> State:
         """State of a batch of matrices, one tensor for all of them; ``state`` holds views of it by parameter.
 
-        Made when a batch is first met, from what ``state`` has (a loaded checkpoint) or from the rule's start; and again
-        where somebody has put something else into ``state``, or taken it out.
+        It is made at the first use of a batch, from the entries of ``state`` (a loaded checkpoint) or from the rule's start,
+        and again after somebody has replaced or removed an entry of ``state``.
         """
         known = self.by_batch.get(key)
         if known is not None:
@@ -344,8 +343,8 @@ class StateStore:
         return storage
 
     def _are_views(self, key: tuple[int, int]) -> bool:
-        """Whether ``state`` still has a batch's views. Looked at once for each object of :meth:`of_bucket`, which says that
-        nothing was replaced since."""
+        """Whether ``state`` still has a batch's views. One check serves each snapshot of :meth:`of_bucket`, which is new when
+        anything was replaced."""
         kept, (seen, views) = self._of_buckets.get(key[0]), self._views[key]
         if kept is not None and kept is seen:
             return True

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-import shutil
 import warnings
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from harness import Worlds
+from harness import World, Worlds
 from ranks import fresh_accelerate, make_accelerator, make_trainer, tiny_llama, train, weights, whole
 from safetensors.torch import load_file
 from saved_runs import digest
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from zoo import assert_close
 
 import hf_emopt
+from hf_emopt.integrations import checkpoints
 from hf_emopt.integrations.registry import unwrap_optimizer
 
 SETTINGS: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "max_steps": 7, "lr_scheduler_type": "cosine"}
@@ -252,24 +254,23 @@ def test_adamw_state_in_another_order_is_refused() -> None:
 # ---------------------------------------------------------------------------------------------- Accelerate
 
 
-def accelerate_run(folder: str, layout: str, load: bool, rule: str = "SOAP") -> dict[str, Any]:
+def accelerate_run(folder: str, layout: str, load: bool, rule: str = "SOAP", plain: bool = False) -> dict[str, Any]:
     """``save_state`` after two steps and two more; or ``load_state`` and these two, from other weights."""
     with fresh_accelerate(layout):
-        accelerator = make_accelerator(layout, optim=rule, optim_args="", lr=1e-3)
+        accelerator = make_accelerator(layout, plain=plain)
         model = tiny_llama()
         if load:
             with torch.no_grad():
                 for p in model.parameters():
                     p.mul_(2.0)
-        optimizer = accelerator.emopt_plugin.build(model)
-        model, optimizer = accelerator.prepare(model, optimizer)
+        model, optimizer = accelerator.prepare(model, hf_emopt.EmoptPlugin(optim=rule, lr=1e-3).build(model))
         loaded = None
         if load:
             accelerator.load_state(folder)
             loaded = digest(weights(model))
         for step in range(2 if load else 0, 4):
             if step == 2 and not load:
-                accelerator.save_state(folder)
+                accelerator.save_state(folder, safe_serialization=not plain)
                 loaded = digest(weights(model))
             batch = torch.randint(
                 1, 64, (2, 8), generator=torch.Generator().manual_seed(step + accelerator.process_index)
@@ -281,17 +282,21 @@ def accelerate_run(folder: str, layout: str, load: bool, rule: str = "SOAP") -> 
 
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
-@pytest.mark.parametrize("rule", ["muon", "soap"])
-def test_accelerate_save_state_and_load_state(worlds: Worlds, tmp_path: Path, layout: str, rule: str) -> None:
-    first = worlds[2].run(accelerate_run, folder=str(tmp_path / "s"), layout=layout, load=False, rule=rule)
-    again = worlds[2].run(accelerate_run, folder=str(tmp_path / "s"), layout=layout, load=True, rule=rule)
+@pytest.mark.parametrize(("rule", "plain"), [("muon", True), ("soap", True), ("soap", False)])
+def test_accelerate_save_state_and_load_state(
+    worlds: Worlds, tmp_path: Path, layout: str, rule: str, plain: bool
+) -> None:
+    options = {"folder": str(tmp_path / "s"), "layout": layout, "rule": rule, "plain": plain}
+    first = worlds[2].run(accelerate_run, load=False, **options)
+    again = worlds[2].run(accelerate_run, load=True, **options)
     assert len({r["loaded"] for r in first + again}) == 1, "hash of weights: saved, and loaded on each rank"
     for a, b in zip(first, again, strict=True):
         assert [n for n in a["weights"] if not torch.equal(a["weights"][n], b["weights"][n])] == []
 
 
-def unconsolidated(folder: str) -> str:
-    """What Accelerate's own ``save_state`` meets, which knows nothing of owners."""
+def saved_in_part(folder: str) -> list[str]:
+    """What a program is told that saves the state by hand, or has one process save it."""
+    errors = []
     with fresh_accelerate("ddp"):
         accelerator = Accelerator(cpu=True)
         model = tiny_llama()
@@ -299,14 +304,20 @@ def unconsolidated(folder: str) -> str:
         batch = torch.ones(2, 8, dtype=torch.int64)
         accelerator.backward(model(input_ids=batch, labels=batch).loss)
         optimizer.step()
-        try:
-            accelerator.save_state(folder)
-        except RuntimeError as error:
-            return str(error)
-        return "saved"
+        with pytest.raises(RuntimeError) as error:
+            optimizer.state_dict()
+        errors.append(str(error.value))
+        if accelerator.is_main_process:
+            short = mock.patch.object(checkpoints, "PATIENCE", timedelta(seconds=0.1))
+            with short, pytest.raises(RuntimeError) as error:
+                accelerator.save_state(folder)
+            errors.append(str(error.value))
+        accelerator.wait_for_everyone()
+    return errors
 
 
-def test_state_of_owners_is_never_saved_in_part(worlds: Worlds, tmp_path: Path) -> None:
-    for message in worlds[2].run(unconsolidated, folder=str(tmp_path)):
-        assert "call optimizer.consolidate_state_dict() on all ranks first" in message
-    shutil.rmtree(tmp_path)
+def test_state_of_owners_is_never_saved_in_part(two: World, tmp_path: Path) -> None:
+    (by_hand, alone), (same,) = two.run(saved_in_part, folder=str(tmp_path / "s"))
+    assert "call optimizer.consolidate_state_dict() on all ranks first" in by_hand == same
+    assert "on rank 0 and, within 0:00:00.100000, not on all ranks" in alone
+    assert not (tmp_path / "s").exists()

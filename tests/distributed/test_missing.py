@@ -134,6 +134,30 @@ def test_missing_on_all_ranks(two: World, rule: str, layout: str) -> None:
             assert_close(result["weights"], wanted, 1e-5)
 
 
+def freeze(parameters: dict[str, nn.Parameter]) -> None:
+    for name in LOST:
+        parameters[name].requires_grad_(False)
+        assert parameters[name].grad is not None
+        parameters[name].grad.zero_()
+
+
+def frozen(rule: str, layout: str, steps: int) -> dict[str, Any]:
+    model = wrap(zoo(), layout)
+    return one_odd_step(model, build(model, rule), steps, steps - 1, freeze)
+
+
+@pytest.mark.parametrize("rule", ["muon", "soap", "shampoo-staggered"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_frozen_parameters_rest_although_their_gradients_are_zeros(two: World, rule: str, layout: str) -> None:
+    """``zero_grad(set_to_none=False)`` leaves zeros, which would be a step of decay and of what momentum there is."""
+    steps = steps_of(rule)
+    for result in two.run(frozen, rule=rule, layout=layout, steps=steps):
+        touched = {key.partition("/")[0] for key in result["changed"]}
+        assert not touched & set(LOST)
+        assert "blocks.square.a.weight" in touched
+        assert_close(result["weights"], reference(rule, steps, steps - 1, LOST), 1e-5)
+
+
 def missing_somewhere(rule: str, layout: str, steps: int, odd: int, lost: list[tuple[str, ...]]) -> dict[str, Any]:
     model = wrap(zoo(), layout)
     mine = lost[torch.distributed.get_rank()]

@@ -114,6 +114,32 @@ def losses(rule: str, steps: int, **options: Any) -> list[float]:
     return found
 
 
+def scheduled(rule: str, layout: str, kind: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Weights after steps whose rates change, with a kind of decay."""
+    model = zoo(dtype) if layout == "single" else wrap(zoo(dtype), layout)
+    optimizer = build(model, rule, weight_decay_type=kind)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (0.5, 1.0, 0.7, 0.2)[step])
+    for step in range(3):
+        train(model, optimizer, range(step, step + 1))
+        schedule.step()
+    return weights(model)
+
+
+@pytest.mark.first_tier("rule", "layout", "kind")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("rule", ["muon", "normuon"])
+@pytest.mark.parametrize("kind", ["l2", "independent", "corrected"])
+def test_kinds_of_decay_under_a_schedule(two: World, kind: str, rule: str, layout: str, dtype: str) -> None:
+    """The other rules' kinds go through the same two functions."""
+    case = {"rule": rule, "kind": kind, "dtype": getattr(torch, dtype)}
+    wanted = scheduled(layout="single", **case)
+    plain = scheduled(layout="single", **{**case, "kind": "decoupled"})
+    assert any(not torch.equal(wanted[name], plain[name]) for name in wanted)
+    for found in two.run(scheduled, layout=layout, **case):
+        assert_close(found, wanted, 1e-5 if dtype == "float32" else 2.0**-7)
+
+
 def digest(tensors: Iterable[Tensor]) -> str:
     sha = hashlib.sha256()
     for tensor in tensors:

@@ -21,7 +21,7 @@ from zoo import RULES, assert_close, backward, build, distribute, local, matrice
 from hf_emopt.distributed.layout import UnsupportedLayoutError
 from hf_emopt.formats import moments
 from hf_emopt.optimizers.base import MatrixOptimizer
-from hf_emopt.state.offload import room_in_buckets
+from hf_emopt.state.offload import budget_in_buckets
 
 LAYOUTS = ("ddp", "fsdp2", "hsdp")
 NO_LIBRARY = pytest.mark.skipif(
@@ -127,7 +127,7 @@ def test_offload_changes_no_bit_and_keeps_to_its_room(two: World, rule: str, lay
         assert result["different"] == []
         assert 0 < result["left"] <= result["left_bytes"] <= result["largest_bytes"]
         assert result["resident_bytes"] == 0  # state was asked for
-        assert 0 < result["largest_bytes"] <= result["peak_bytes"] <= room_in_buckets() * result["largest_bytes"]
+        assert 0 < result["largest_bytes"] <= result["peak_bytes"] <= budget_in_buckets() * result["largest_bytes"]
         assert result["fetched_ahead"] > 0
 
 
@@ -161,7 +161,7 @@ def test_the_last_backward_pass_brings_state(two: World, layout: str, rule: str,
     for steps in two.run(brought_in_backward, layout=layout, rule=rule, synchronized=synchronized):
         for before, between, after, ready, left, bucket in steps[2:]:
             assert 0 < before == between == left <= bucket
-            assert before < after == ready <= room_in_buckets() * bucket
+            assert before < after == ready <= budget_in_buckets() * bucket
 
 
 @NO_LIBRARY

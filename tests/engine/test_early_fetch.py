@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from late_copies import TwoStreams, two_streams
+from late_copies import TwoStreams, swapped_in, two_streams
 from test_state_dtypes import OPTIMIZERS, through_disk
 from torch import Tensor, nn
 
 import hf_emopt
 from hf_emopt.engine.prefetch import late_in_backward
 from hf_emopt.optimizers.base import MatrixOptimizer
-from hf_emopt.state.offload import StateOffload, room_in_buckets
+from hf_emopt.state.offload import StateOffload, budget_in_buckets
 
 LAYERS = 12
 
@@ -97,7 +97,7 @@ def test_the_room_of_a_step_is_filled_before_it_begins(early: bool) -> None:
             assert 0 < offload.resident_bytes <= offload.largest_bytes
             backward(model, seed)
             held = offload.resident_bytes
-            assert 2 * offload.largest_bytes < held <= room_in_buckets() * offload.largest_bytes
+            assert 2 * offload.largest_bytes < held <= budget_in_buckets() * offload.largest_bytes
             assert offload.moved_bytes - moved == held - offload.left_bytes
             optimizer.step()
             assert offload.ready_bytes == held
@@ -105,7 +105,7 @@ def test_the_room_of_a_step_is_filled_before_it_begins(early: bool) -> None:
             everything = sum(v.nbytes for s in vars(optimizer)["state"].values() for k, v in s.items() if k != "step")
             assert offload.moved_bytes - moved == everything, "each byte once: nothing that was brought is dropped"
             assert offload.left_bytes <= offload.largest_bytes
-            assert offload.peak_bytes <= room_in_buckets() * offload.largest_bytes
+            assert offload.peak_bytes <= budget_in_buckets() * offload.largest_bytes
 
 
 def test_of_several_backward_passes_the_last_one() -> None:
@@ -225,34 +225,34 @@ def test_a_step_that_never_comes_leaves_nothing_when_state_is_asked_for() -> Non
     offload = offload_of(optimizer)
     for seed in range(3):
         backward(model, seed)
-        assert offload.largest_bytes < offload.resident_bytes <= room_in_buckets() * offload.largest_bytes
+        assert offload.largest_bytes < offload.resident_bytes <= budget_in_buckets() * offload.largest_bytes
     assert optimizer.state
     assert offload.resident_bytes == 0
     backward(model, 4)
     assert offload.resident_bytes == 0, "after more passes than there ever were"
 
 
-def test_pieces_that_are_lent_outside_of_a_step_are_not_taken_for_its_first() -> None:
+def test_pieces_that_are_swapped_in_outside_of_a_step_are_not_taken_for_its_first() -> None:
     homes = {f"piece{i}": [torch.zeros(20)] for i in range(4)}
     offload, cpu = StateOffload(), torch.device("cpu")
 
     def whole_step() -> None:
         offload.begin()
         for name, home in homes.items():
-            with offload.lent(name, home, cpu) as copies:
+            with swapped_in(offload, name, home, cpu) as copies:
                 copies[0].add_(1.0)
         offload.finish()
 
     whole_step()
     for _ in range(2):
-        with offload.lent("settled", homes["piece2"], cpu) as copies:
+        with swapped_in(offload, "settled", homes["piece2"], cpu) as copies:
             copies[0].mul_(2.0)
         assert offload.resident_bytes <= offload.largest_bytes
         offload.approach()
         late = offload.fetched_late
         whole_step()
         offload.approach()
-        offload.settle()  # of which nothing is left when state is lent again
+        offload.settle()  # nothing of it is left at the next swap-in
         assert offload.fetched_late == late
     assert [int(home[0][0]) for home in homes.values()] == [3, 3, 7, 3]
 
@@ -270,7 +270,7 @@ def test_what_is_written_to_after_it_was_brought_is_brought_again(early: bool) -
             late = offload.fetched_late
             offload.begin()
             for name, home in homes.items():
-                with offload.lent(name, home, cpu) as copies:
+                with swapped_in(offload, name, home, cpu) as copies:
                     copies[0].add_(1.0)
             offload.finish()
             offload.synchronize()
@@ -283,7 +283,7 @@ def test_no_memory_left_is_said_once_and_state_comes_in_the_step(monkeypatch: py
     for seed in range(3):
         step(model, optimizer, seed)
         step(plain, other, seed)
-    bring = hf_emopt.state.offload.StateOffload._bring
+    bring = hf_emopt.state.offload.StateOffload._copy_next
     calls = []
 
     def full(self: StateOffload, swapped_in: Any) -> None:
@@ -293,7 +293,7 @@ def test_no_memory_left_is_said_once_and_state_comes_in_the_step(monkeypatch: py
                 raise torch.OutOfMemoryError("full")
         bring(self, swapped_in)
 
-    monkeypatch.setattr("hf_emopt.state.offload.StateOffload._bring", full)
+    monkeypatch.setattr("hf_emopt.state.offload.StateOffload._copy_next", full)
     with pytest.warns(UserWarning, match="no memory for offloaded state during the backward pass"):
         step(model, optimizer, 3)
     step(plain, other, 3)

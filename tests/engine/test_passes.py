@@ -10,6 +10,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+import torch
 from interpreted import INTERPRETING
 
 if INTERPRETING:
@@ -83,3 +84,16 @@ if INTERPRETING:
                 assert "momentum_kernel" not in counts
             # Nothing is launched by parameter.
             assert counts["apply_kernel"] <= steps * result["buckets"]
+
+    @pytest.mark.parametrize("kind", ["l2", "independent", "corrected"])
+    def test_kinds_of_decay(kind: str) -> None:
+        """The launch that applies updates knows all kinds; the momentum's, which reads no weights, makes way for ``l2``."""
+        from test_parity import scheduled
+
+        case: dict[str, Any] = {"rule": "muon", "layout": "single", "kind": kind, "dtype": torch.float32}
+        os.environ["HF_EMOPT_DISABLE_TRITON"] = "1"
+        try:
+            wanted = scheduled(**case)
+        finally:
+            del os.environ["HF_EMOPT_DISABLE_TRITON"]
+        assert_close(scheduled(**case), wanted, 1e-5)

@@ -13,7 +13,7 @@ from torch import nn
 import hf_emopt
 from hf_emopt.formats import moments
 from hf_emopt.formats.moments import packed_like, unpacked, update_packed
-from hf_emopt.state.offload import room_in_buckets
+from hf_emopt.state.offload import budget_in_buckets
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 INT8 = pytest.param(
@@ -42,7 +42,7 @@ def test_offload_changes_no_bit(rule: str, state_dtype: str) -> None:
     held = [(k, v) for s in optimizer.state.values() for k, v in s.items() if k not in ("step", "rounds")]
     assert all(v.device.type == "cpu" and (v.is_pinned() or k.startswith("pending")) for k, v in held)
     assert engine.store.offload.resident_bytes == 0  # state was asked for
-    assert engine.store.offload.peak_bytes <= room_in_buckets() * engine.store.offload.largest_bytes
+    assert engine.store.offload.peak_bytes <= budget_in_buckets() * engine.store.offload.largest_bytes
 
 
 def test_codes_are_the_nearest_on_a_gpu_too() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 import hf_emopt.engine.context
 import hf_emopt.engine.cpu_params
 import hf_emopt.state.offload
+from hf_emopt.state.offload import StateOffload
 
 
 @dataclass
@@ -36,7 +37,7 @@ class LateCopyStream:
         self._queue: list[tuple[Tensor, Tensor]] = []
         self._done = 0
 
-    def bring(self, home: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
+    def copy_to_device(self, home: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
         self.record.events.append("bring")
         copies = [torch.full_like(t.detach(), float("nan")) for t in home]
         self._queue += zip(copies, (t.detach() for t in home))
@@ -46,7 +47,7 @@ class LateCopyStream:
         self.record.events.append("arrived")
         self._until(arrived)
 
-    def take_away(self, copies: Sequence[Tensor], home: Sequence[Tensor]) -> Any:
+    def copy_to_host(self, copies: Sequence[Tensor], home: Sequence[Tensor]) -> Any:
         self.record.events.append("take")
         self._queue += zip(home, (t.clone() for t in copies))
         return len(self._queue)
@@ -99,7 +100,7 @@ class TwoStreams:
         self._taken: list[tuple[list[Tensor], list[Tensor]]] = []
         self._there = self._home = self._waited_for = 0
 
-    def bring(self, home: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
+    def copy_to_device(self, home: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
         copies = [_garbage(t.detach().clone()) for t in home]
         sources = [t.detach() for t in home]
         if self.early:
@@ -115,7 +116,7 @@ class TwoStreams:
                 copy.copy_(source)
         self._there = max(self._there, arrived)
 
-    def take_away(self, copies: Sequence[Tensor], home: Sequence[Tensor]) -> Any:
+    def copy_to_host(self, copies: Sequence[Tensor], home: Sequence[Tensor]) -> Any:
         self._taken.append((list(home), [t.clone() for t in copies]))
         for copy in copies:
             _garbage(copy)
@@ -148,3 +149,13 @@ def two_streams(early: bool) -> Iterator[None]:
         yield
     finally:
         offload.copy_stream_to = original
+
+
+@contextmanager
+def swapped_in(offload: StateOffload, key: str, host: Sequence[Tensor], device: torch.device) -> Iterator[list[Tensor]]:
+    """Host tensors swapped in for the work inside, and swapped out after it."""
+    copies = offload.swap_in(key, host, device)
+    try:
+        yield copies
+    finally:
+        offload.swap_out(key)

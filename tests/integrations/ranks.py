@@ -11,7 +11,7 @@ from unittest import mock
 
 import fsdp_on_cpu
 import torch
-from accelerate import ParallelismConfig
+from accelerate import Accelerator, ParallelismConfig
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import Tensor, nn
@@ -239,7 +239,10 @@ def poisoned(folder: str, world_size: int) -> list[dict[str, float]]:
 # ---------------------------------------------------------------------------------------------- Accelerate
 
 
-def make_accelerator(layout: str, compiled: bool = False, checkpointed: bool = False, **plugin: Any) -> Any:
+def make_accelerator(
+    layout: str, compiled: bool = False, checkpointed: bool = False, plain: bool = False, **plugin: Any
+) -> Any:
+    """Ours with a plugin, or Accelerate's own where ``plain``."""
     options: dict[str, Any] = {}
     if layout in ("fsdp1", "fsdp2", "hsdp"):
         options["fsdp_plugin"] = FullyShardedDataParallelPlugin(
@@ -253,6 +256,8 @@ def make_accelerator(layout: str, compiled: bool = False, checkpointed: bool = F
         options["parallelism_config"] = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
     if compiled:
         options["dynamo_backend"] = "aot_eager"
+    if plain:
+        return Accelerator(cpu=True, **options)
     handler = hf_emopt.EmoptPlugin(**{"optim": "muon", "lr": 2e-3, "optim_args": "ns_dtype=float32", **plugin})
     return hf_emopt.Accelerator(cpu=True, kwargs_handlers=[handler], **options)
 

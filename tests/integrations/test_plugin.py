@@ -133,15 +133,13 @@ class Calls:
         monkeypatch.setattr(optimizer, "consolidate_state_dict", lambda to=0: self.made.append(f"consolidate {to}"))
 
 
-@pytest.mark.parametrize("how", ["attach", "Accelerator"])
+@pytest.mark.parametrize("how", ["plain", "Accelerator"])
 def test_state_is_brought_together_before_it_is_saved(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plugin = hf_emopt.EmoptPlugin(lr=1e-2)
-    if how == "attach":
+    if how == "plain":
         accelerator = accelerate.Accelerator(cpu=True)
-        plugin.attach(accelerator)
-        plugin.attach(accelerator)
     else:
         accelerator = hf_emopt.Accelerator(cpu=True, kwargs_handlers=[plugin])
     model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
@@ -155,10 +153,9 @@ def test_state_is_brought_together_before_it_is_saved(
     calls.made.clear()
     accelerator.load_state(str(tmp_path))
     assert calls.made[:1] == ["synchronize"]
-    if how == "Accelerator":
-        calls.made.clear()
-        accelerator.get_state_dict(model)
-        assert calls.made == ["synchronize"]
+    calls.made.clear()
+    accelerator.get_state_dict(model)
+    assert calls.made == ["synchronize"]
 
 
 def test_saved_and_loaded_loop_equals_an_uninterrupted_one(tmp_path: Path) -> None:
@@ -184,23 +181,18 @@ def test_accelerators_set_up_for_something_else_are_refused(
     kind: Any, version: int | None, message: str | None
 ) -> None:
     fsdp = None if version is None else SimpleNamespace(fsdp_version=version)
-    attached: list[Any] = []
     accelerator: Any = SimpleNamespace(
         distributed_type=kind,
         state=SimpleNamespace(
             fsdp_plugin=fsdp, deepspeed_plugin=SimpleNamespace(deepspeed_config={"optimizer": {"type": "AdamW"}})
         ),
-        register_save_state_pre_hook=attached.append,
-        register_load_state_pre_hook=attached.append,
     )
     plugin = hf_emopt.EmoptPlugin()
     if message is None:
         plugin.attach(accelerator)
-        assert len(attached) == 2
         return
     with pytest.raises(ValueError, match=rf"EmoptPlugin\(optim='muon'\) {message}"):
         plugin.attach(accelerator)
-    assert attached == []
 
 
 # ---------------------------------------------------------------------------------------------- Trainer

@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import warnings
+from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -572,7 +573,150 @@ def test_what_transformers_gives_is_called_as_a_class_too(tmp_path: Path) -> Non
     optimizer = cls(model, **options)
     assert isinstance(optimizer, hf_emopt.Muon)
     assert optimizer.param_groups[0]["lr"] == 2e-3
-    assert cls() is hf_emopt.Muon
+    assert isinstance(cls()(model, **options), hf_emopt.Muon)
+
+
+# ---------------------------------------------------------------------------------------------- trainers with a loss
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embeddings = nn.Embedding(VOCABULARY, 16)
+        self.dense = nn.Linear(16, 16)
+        self.norm = nn.LayerNorm(16)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.dense(self.embeddings(input_ids))).mean(1)
+
+
+class SoftmaxLoss(nn.Module):
+    """As sentence-transformers': it has the model, and parameters of its own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.hidden = nn.Linear(16, 24)
+        self.classifier = nn.Linear(24, 3)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        logits = self.classifier(self.hidden(self.model(input_ids)))
+        return nn.functional.cross_entropy(logits, input_ids[:, 0] % 3)
+
+
+class SentenceTrainer(Trainer):
+    """What trainers of sentence-transformers do to the optimizer; ``learning_rate_mapping`` is one of their arguments."""
+
+    asks_for_loss = True
+
+    def __init__(
+        self, *args: Any, loss: Any, learning_rate_mapping: dict[str, float] | None = None, **kwargs: Any
+    ) -> None:
+        self.loss, self.learning_rate_mapping = loss, learning_rate_mapping or {}
+        super().__init__(*args, **kwargs)
+
+    def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        losses = self.loss.values() if isinstance(self.loss, dict) else [self.loss]
+        return sum(loss(inputs["input_ids"]) for loss in losses)
+
+    def get_optimizer_cls_and_kwargs(self, args: Any, model: Any = None) -> Any:
+        loss_model = nn.Sequential(OrderedDict(self.loss)) if isinstance(self.loss, dict) else self.loss
+        optimizer_cls, kwargs = super().get_optimizer_cls_and_kwargs(args, loss_model if self.asks_for_loss else model)
+        decay = self.get_decay_parameter_names(loss_model)
+        named = [(n, p) for n, p in loss_model.named_parameters() if p.requires_grad]
+        if not {"params", "model", "optimizer_dict"} & set(kwargs):
+            kwargs["optimizer_dict"] = [
+                {"params": [p for n, p in named if n in decay], "weight_decay": self.args.weight_decay},
+                {"params": [p for n, p in named if n not in decay], "weight_decay": 0.0},
+            ]
+        for pattern, rate in self.learning_rate_mapping.items():
+            matching = {n: p for n, p in named if re.search(pattern, n)}
+            for group in kwargs["optimizer_dict"]:
+                group["params"] = [p for p in group["params"] if all(p is not other for other in matching.values())]
+            for wanted, weight_decay in ((True, self.args.weight_decay), (False, 0.0)):
+                chosen = [p for n, p in matching.items() if (n in decay) is wanted]
+                if chosen:
+                    kwargs["optimizer_dict"].append({"params": chosen, "lr": rate, "weight_decay": weight_decay})
+        return optimizer_cls, kwargs
+
+
+class EmoptSentenceTrainer(hf_emopt.EmoptTrainerMixin, SentenceTrainer):
+    pass
+
+
+def sentence_trainer(
+    folder: Path, cls: Any = SentenceTrainer, count: int = 1, optim: str = "muon", **kwargs: Any
+) -> Any:
+    model = Encoder()
+    losses = {f"loss{i}": SoftmaxLoss(model) for i in range(count)}
+    loss = losses if count > 1 else losses["loss0"]
+    trainer = make_trainer(
+        folder,
+        model,
+        trainer_cls=cls,
+        optim=optim,
+        remove_unused_columns=False,
+        trainer_kwargs={"loss": loss, **kwargs},
+    )
+    return trainer, list(losses.values())
+
+
+@pytest.mark.parametrize("cls", [SentenceTrainer, EmoptSentenceTrainer])
+@pytest.mark.parametrize("optim", ["muon", "soap"])
+def test_the_parameters_of_a_loss_are_trained_by_name(optim: str, cls: Any, tmp_path: Path) -> None:
+    for count in (1, 2):
+        trainer, losses = sentence_trainer(tmp_path, cls, count, optim)
+        before = [weights(loss) for loss in losses]
+        trainer.train()
+        for loss, old in zip(losses, before):
+            assert all(not torch.equal(p, old[n]) for n, p in loss.named_parameters() if n != "model.embeddings.weight")
+        table = optimizer_of(trainer).routes.by_name
+        lead = "loss0." if count == 2 else ""
+        assert table[f"{lead}model.dense.weight"].kind == table[f"{lead}hidden.weight"].kind == "matrix"
+        assert table[f"{lead}model.embeddings.weight"].kind == "aux"
+        decays = {n: g["weight_decay"] for g in optimizer_of(trainer).param_groups for n in g["param_names"]}
+        assert (decays[f"{lead}hidden.weight"], decays[f"{lead}hidden.bias"], decays[f"{lead}model.norm.weight"]) == (
+            0.1,
+            0,
+            0,
+        )
+
+
+def test_a_mapping_of_learning_rates_holds_and_follows_the_schedule(tmp_path: Path) -> None:
+    trainer, (loss,) = sentence_trainer(tmp_path, learning_rate_mapping={"hidden": 5e-4, "classifier": 0.0})
+    old = weights(loss)
+    trainer.train()
+    groups = optimizer_of(trainer).param_groups
+    rates = {n: (g["lr"], g["kind"]) for g in groups for n in g["param_names"]}
+    assert rates["hidden.weight"] == (5e-4, "matrix")
+    assert rates["hidden.bias"] == (5e-4, "aux")
+    assert rates["model.dense.weight"] == (2e-3, "matrix")
+    assert sorted(rates) == sorted(n for n, _ in loss.named_parameters())
+    assert all(len(g.get("units", g["params"])) == len(g["params"]) == len(g["param_names"]) > 0 for g in groups)
+    moved = {n for n, p in loss.named_parameters() if not torch.equal(p, old[n])}
+    assert not moved & {"classifier.weight", "classifier.bias"}
+    assert {"hidden.weight", "hidden.bias", "model.dense.weight"} <= moved
+
+
+def test_parameters_that_the_trainer_adds_without_a_module_and_those_it_leaves_out(tmp_path: Path) -> None:
+    class Blind(SentenceTrainer):
+        asks_for_loss = False
+
+    trainer, (loss,) = sentence_trainer(tmp_path, Blind)
+    old = weights(loss)
+    trainer.train()
+    assert all(not torch.equal(p, old[n]) for n, p in loss.named_parameters() if n != "model.embeddings.weight")
+    names = [n for g in optimizer_of(trainer).param_groups for n in g["param_names"]]
+    assert {"dense.weight", "extra.0.2", "extra.0.3", "extra.1.4"} <= set(names)
+    for key in ("params", "optimizer_dict"):
+        model = Encoder()
+        given = {"optimizer_cls_and_kwargs": (hf_emopt.Muon, {"lr": 1e-3, key: [model.embeddings.weight]})}
+        with pytest.raises(ValueError, match=r"leave out .*dense\.weight.*requires_grad=False"):
+            make_trainer(tmp_path, model, trainer_kwargs=given).create_optimizer()
+    loss = SoftmaxLoss(model)
+    given = {"optimizer_cls_and_kwargs": (hf_emopt.Muon, {"lr": 1e-3, "model": loss})}
+    made = make_trainer(tmp_path, model, trainer_kwargs=given).create_optimizer()
+    assert "hidden.weight" in {n for g in made.param_groups for n in g["param_names"]}
 
 
 def test_fsdp_that_accelerate_leaves_out_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

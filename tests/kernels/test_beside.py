@@ -53,7 +53,7 @@ def main(monkeypatch: pytest.MonkeyPatch) -> Stream:
 
 
 def test_what_lands_is_kept_until_the_step_has_waited_for_it(main: Stream) -> None:
-    landing = SideStreams("landing")
+    landing = SideStreams("apply")
     landing.open(DEVICE)
     side = landing.stream(DEVICE)
     assert side.waits == [main]

@@ -137,7 +137,7 @@ if INTERPRETING:
         wanted = [w.clone() for w in weights]
         apply_updates(wanted, [u * 2.0 for u in updates], [{} for _ in wanted], group, flag)
         shrink = group["lr"] * group["weight_decay"]
-        runs.apply(weights, [buffer], 0.1, shrink, flag, [2.0], decay == "cautious", decay == "after")
+        runs.apply(weights, [buffer], 0.1, shrink, flag, [2.0], decay if decay in ("cautious", "after") else "before")
         for ours, theirs in zip(weights, wanted):
             torch.testing.assert_close(ours, theirs, rtol=2e-7, atol=1e-8)
 

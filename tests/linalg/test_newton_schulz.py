@@ -17,8 +17,7 @@ from hf_emopt.linalg import (
     newton_schulz_flops,
     resolve_coefficients,
 )
-from hf_emopt.linalg.newton_schulz import Normalization
-from hf_emopt.linalg.symmetric_products import add_product, gram, symmetric_polynomial
+from hf_emopt.linalg.newton_schulz import Normalization, add_product, gram, symmetric_polynomial
 
 JORDAN = (3.4445, -4.7750, 2.0315)
 FROBENIUS_SETS = [name for name, entry in NS_COEFFICIENTS.items() if entry.scaling == "frobenius"]

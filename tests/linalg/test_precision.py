@@ -197,18 +197,6 @@ def test_a_flag_that_follows_another_still_does() -> None:
     assert torch.backends.cuda.matmul.fp32_precision == "ieee"
 
 
-def test_older_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = importlib.import_module("hf_emopt.linalg.matmul_precision")  # the package has a function of that name
-    monkeypatch.setattr(module, "_has_backend_flags", lambda: False)
-    torch.set_float32_matmul_precision("medium")
-    with matmul_precision("highest"):
-        assert torch.get_float32_matmul_precision() == "highest"
-        with matmul_precision("tf32"):
-            assert torch.get_float32_matmul_precision() == "high"
-        assert torch.get_float32_matmul_precision() == "highest"
-    assert torch.get_float32_matmul_precision() == "medium"
-
-
 def test_autocast_is_off_within() -> None:
     a = torch.randn(1, 8, 8, generator=torch.Generator().manual_seed(0))
     expected = product(a, a)

@@ -127,6 +127,50 @@ def test_transposed_convolution_is_a_matrix_to_patches(groups: int) -> None:
     torch.testing.assert_close(ours.flatten(), module(x).detach().flatten(), rtol=1e-4, atol=1e-5)
 
 
+class Recurrence(nn.Module):
+    """Parameters of Mamba, RWKV, S4 and Hyena that are no weights, under names of theirs, or marked as theirs are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in (
+            "A_log",
+            "A_logs",
+            "A_real",
+            "log_dt",
+            "time_decay",
+            "time_faaaa",
+            "time_maa_w1",
+            "log_poles",
+            "freq",
+        ):
+            self.register_parameter(name, nn.Parameter(torch.zeros(4, 6)))
+        self.D = nn.Parameter(torch.zeros(6))
+        self.marked = nn.Parameter(torch.zeros(4, 6))
+        self.marked._no_weight_decay = True  # type: ignore[attr-defined]
+        self.optim = nn.Parameter(torch.zeros(4, 6))
+        self.optim._optim = {"lr": 1e-3, "weight_decay": 0.0}  # type: ignore[attr-defined]
+        self.weight = nn.Parameter(torch.zeros(4, 6))
+        self.proj = nn.Linear(6, 4)
+
+
+def test_rates_of_recurrences_are_no_matrices_and_do_not_decay() -> None:
+    model = Recurrence()
+    decayed = ["weight", "proj.weight"]
+    table = route_parameters(model)
+    assert [route.name for route in table if route.decay] == decayed
+    assert [route.name for route in table.matrices] == ["proj.weight"]
+    marked = {"marked", "optim"}  # a name says nothing of these
+    named = route_named_parameters((n, p) for n, p in model.named_parameters() if n not in marked)
+    assert [route.name for route in named if route.decay] == [route.name for route in named.matrices] == decayed
+    mamba = tf.MambaModel(tf.MambaConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1))
+    assert {r.name.rpartition(".")[2] for r in route_parameters(mamba) if not r.decay} == {
+        "A_log",
+        "D",
+        "weight",
+        "bias",
+    }
+
+
 def test_convolutions_that_are_no_matrices() -> None:
     model = nn.ModuleDict(
         {
@@ -135,12 +179,15 @@ def test_convolutions_that_are_no_matrices() -> None:
             "stem": nn.Conv2d(3, 16, 7),
             "grey": nn.Conv2d(1, 16, 7),
             "pointwise": nn.Conv2d(16, 32, 1),
+            "one_out": nn.Conv2d(16, 1, 3),
+            "one_out_each": nn.Conv1d(16, 4, 3, groups=4),
+            "linear": nn.Linear(16, 1),
         }
     )
     table = route_parameters(model)
     assert table.by_name["depthwise.weight"].shape == (16, 1, 4)
     assert [table.by_name[f"{name}.weight"].role for name in model] == [
-        "depthwise", "depthwise", "embedding", "embedding", "conv",
+        "depthwise", "depthwise", "embedding", "embedding", "conv", "gain", "gain", "gain",
     ]  # fmt: skip
     assert "3 channels" in table.by_name["stem.weight"].reason
     assert shapes(table, "pointwise.weight") == [(1, 32, 16)]

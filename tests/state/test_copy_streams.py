@@ -86,7 +86,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
 def taken(fake: FakeDevice, *chunks: list[Tensor]) -> tuple[list[list[Tensor]], list[FakeEvent]]:
     copy_stream = _DeviceCopyStream(torch.device("cpu"))
     homes = [[torch.zeros_like(t) for t in copies] for copies in chunks]
-    return homes, [copy_stream.take_away(copies, home) for copies, home in zip(chunks, homes)]
+    return homes, [copy_stream.copy_to_host(copies, home) for copies, home in zip(chunks, homes)]
 
 
 def test_a_kernel_runs_between_what_leaves(fake: FakeDevice) -> None:
@@ -149,7 +149,7 @@ def test_a_number_is_read_before_all_has_left() -> None:
     assert float(number.sum()) == 64.0  # loads the kernels, which takes longer than the copies
     torch.cuda.synchronize()
     for copy, home in zip(copies, homes):
-        left = copy_stream.take_away([copy], [home])
+        left = copy_stream.copy_to_host([copy], [home])
     assert float(number.sum()) == 64.0
     assert not left.query()  # of 1 GB, 20 ms
     copy_stream.synchronize()

@@ -1,4 +1,4 @@
-"""What is lent, when it is brought, and how much of it is on the device at once; on the CPU, with copies that come late."""
+"""Swap-ins: which copies begin when, and how many bytes are on the device at once; on the CPU, with late copies."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import random
 
 import pytest
 import torch
-from late_copies import two_streams
+from late_copies import swapped_in, two_streams
 from torch import Tensor
 
 from hf_emopt.state.host_transfer import host_copy_of
-from hf_emopt.state.offload import StateOffload, room_in_buckets
+from hf_emopt.state.offload import StateOffload, budget_in_buckets
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def two_buckets_of_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def budget_of_two_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     """The least there can be, where what is brought when is easiest to say."""
     monkeypatch.setenv("HF_EMOPT_OFFLOAD_BUCKETS", "2")
 
@@ -29,7 +29,7 @@ def pieces(count: int) -> dict[str, list[Tensor]]:
 def step(offload: StateOffload, homes: dict[str, list[Tensor]], names: list[str]) -> None:
     offload.begin()
     for name in names:
-        with offload.lent(name, homes[name], CPU) as copies:
+        with swapped_in(offload, name, homes[name], CPU) as copies:
             for copy, home in zip(copies, homes[name]):
                 assert copy.data_ptr() != home.data_ptr()
                 copy.add_(1.0)
@@ -83,7 +83,7 @@ def test_a_step_that_broke_off_leaves_nothing_behind() -> None:
     homes, offload = pieces(3), StateOffload()
     step(offload, homes, list(homes))
     offload.begin()
-    with pytest.raises(RuntimeError, match="stop"), offload.lent("piece0", homes["piece0"], CPU):
+    with pytest.raises(RuntimeError, match="stop"), swapped_in(offload, "piece0", homes["piece0"], CPU):
         raise RuntimeError("stop")
     step(offload, homes, list(homes))
     offload.settle()
@@ -118,7 +118,7 @@ def test_memory_of_what_leaves_is_used_a_few_tensors_at_a_time(
             names = [name for name in homes if index % 5 != 3 or draw.random() < 0.5]
             offload.begin()
             for name in names:
-                with offload.lent(name, homes[name], CPU) as copies:
+                with swapped_in(offload, name, homes[name], CPU) as copies:
                     assert all(torch.equal(copy, torch.full_like(copy, wanted[name])) for copy in copies)
                     torch._foreach_add_(copies, 1.0)
                     assert offload.resident_bytes <= 2 * largest
@@ -136,9 +136,9 @@ def test_memory_of_what_leaves_is_used_a_few_tensors_at_a_time(
 
 def test_more_room_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     homes = pieces(9)
-    assert room_in_buckets() == 2, "of this file"
+    assert budget_in_buckets() == 2, "of this file"
     monkeypatch.delenv("HF_EMOPT_OFFLOAD_BUCKETS")
-    assert room_in_buckets() == 3
+    assert budget_in_buckets() == 3
     monkeypatch.setenv("HF_EMOPT_OFFLOAD_BUCKETS", "4")
     with two_streams(early=False):
         offload = StateOffload()

@@ -12,7 +12,7 @@ from test_state_dtypes import OPTIMIZERS, Net, through_disk
 from torch import Tensor, nn
 
 from hf_emopt.optimizers.base import MatrixOptimizer
-from hf_emopt.state.offload import room_in_buckets
+from hf_emopt.state.offload import budget_in_buckets
 
 STEPS = 14
 EDITS = {3: "replaced", 7: "in place", 11: "by .data"}
@@ -85,7 +85,7 @@ def run(rule: str, state_dtype: str, **options: Any) -> tuple[list[Tensor], list
         offload = optimizer.current_context().store.offload
         if offload is not None:
             assert offload.resident_bytes <= offload.largest_bytes
-            assert offload.peak_bytes <= room_in_buckets() * offload.largest_bytes
+            assert offload.peak_bytes <= budget_in_buckets() * offload.largest_bytes
             left.append(offload.resident_bytes)
         if step in EDITS:
             edit(optimizer, EDITS[step])

@@ -36,12 +36,12 @@ def test_all_take_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[str] = []
     times = {"a": [3.0, 1.0, 2.0], "b": [5.0, 4.0, 9.0], "c": [7.0, 7.0, 7.0], "d": [1.0, 2.0, 3.0]}
 
-    def time_ms(function: object, repeat_ms: float, most: int) -> float:
+    def time_ms(function: object, repeat_ms: float) -> float:
         called.append(function())  # type: ignore[operator]
         return times[called[-1]][called.count(called[-1]) - 1]
 
     monkeypatch.setattr(timing, "time_ms", time_ms)
-    found = timing.in_turn({name: lambda name=name: name for name in times})  # type: ignore[misc]
+    found = timing.in_turn({name: lambda name=name: name for name in times}, 1.0)  # type: ignore[misc]
     assert found == {"a": 2.0, "b": 5.0, "c": 7.0, "d": 2.0}
     rounds = [called[i : i + 4] for i in (0, 4, 8)]
     assert all(sorted(one) == sorted(times) for one in rounds)
@@ -49,17 +49,17 @@ def test_all_take_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_who_fails_while_timed_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    def time_ms(function: object, repeat_ms: float, most: int) -> float:
+    def time_ms(function: object, repeat_ms: float) -> float:
         return float(function())  # type: ignore[operator]
 
     monkeypatch.setattr(timing, "time_ms", time_ms)
     functions = {"a": lambda: 1.0, "b": lambda: 1 // 0, "c": lambda: 2.0}
     failed: dict[str, str] = {}
-    assert timing.in_turn(functions, failed=failed) == {"a": 1.0, "c": 2.0}
+    assert timing.in_turn(functions, 1.0, failed) == {"a": 1.0, "c": 2.0}
     assert list(failed) == ["b"]
     assert "ZeroDivisionError" in failed["b"]
     with pytest.raises(ZeroDivisionError):
-        timing.in_turn(functions)
+        timing.in_turn(functions, 1.0)
 
 
 @pytest.mark.parametrize("pair", [False, True])

@@ -31,18 +31,10 @@ def _offsets(x_ptr, matrix, index, count, cols, stride_n, stride_c, stride_r, FL
 
 @triton.jit
 def largest_kernel(
-    x_ptr,
-    peak_ptr,
-    size,
-    cols,
-    count,
-    programs,
-    stride_n,
-    stride_c,
-    stride_r,
-    FLAT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    x_ptr, peak_ptr,
+    size, cols, count, programs, stride_n, stride_c, stride_r,
+    FLAT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """The largest absolute value of each matrix, into zeros. No order of the programs gives another."""
     matrix = tl.program_id(0) // programs
     first = (tl.program_id(0) % programs) * BLOCK
@@ -63,22 +55,10 @@ def largest_kernel(
 
 @triton.jit
 def scaled_half_kernel(
-    x_ptr,
-    peak_ptr,
-    y_ptr,
-    scale_ptr,
-    size,
-    cols,
-    count,
-    programs,
-    stride_n,
-    stride_c,
-    stride_r,
-    LEAST: tl.constexpr,
-    LARGEST: tl.constexpr,
-    FLAT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    x_ptr, peak_ptr, y_ptr, scale_ptr,
+    size, cols, count, programs, stride_n, stride_c, stride_r,
+    LEAST: tl.constexpr, LARGEST: tl.constexpr, FLAT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """``x / s`` in the dtype of ``y``, and ``s``: the power of two at or below the largest entry; 1 where that is zero or not
     finite."""
     matrix = tl.program_id(0) // programs
@@ -103,18 +83,10 @@ def scaled_half_kernel(
 
 @triton.jit
 def factors_kernel(
-    e_ptr,
-    active_ptr,
-    d_ptr,
-    m_ptr,
-    size,
-    cols,
-    programs,
-    lift,
-    slope,
-    LIFTED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    e_ptr, active_ptr, d_ptr, m_ptr,
+    size, cols, programs, lift, slope,
+    LIFTED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """``d = lift I + slope E``, zero where ``LIFTED`` and not active, and ``m = I + E``; summed in float32, rounded once."""
     matrix = tl.program_id(0) // programs
     program = tl.program_id(0) % programs
@@ -141,19 +113,10 @@ def factors_kernel(
 
 @triton.jit
 def times_kernel(
-    x_ptr,
-    scale_ptr,
-    y_ptr,
-    size,
-    cols,
-    count,
-    programs,
-    stride_n,
-    stride_c,
-    stride_r,
-    FLAT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    x_ptr, scale_ptr, y_ptr,
+    size, cols, count, programs, stride_n, stride_c, stride_r,
+    FLAT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """``y = s x`` of each matrix, written into its block."""
     matrix = tl.program_id(0) // programs
     program = tl.program_id(0) % programs

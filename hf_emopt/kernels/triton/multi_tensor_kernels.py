@@ -46,23 +46,10 @@ def _chunk(run_of, start_of, numel_of, ALIGNED: tl.constexpr):
 
 @triton.jit
 def momentum_kernel(
-    run_of,
-    start_of,
-    numel_of,
-    grads,
-    buffers,
-    outs,
-    ok_ptr,
-    momentum,
-    rest,
-    GRAD: tl.constexpr,
-    BUFFER: tl.constexpr,
-    OUT: tl.constexpr,
-    NESTEROV: tl.constexpr,
-    HAS_OK: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    run_of, start_of, numel_of, grads, buffers, outs, ok_ptr, momentum, rest,
+    GRAD: tl.constexpr, BUFFER: tl.constexpr, OUT: tl.constexpr, NESTEROV: tl.constexpr, HAS_OK: tl.constexpr,
+    ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """``m += (1 - mu) (g - m)``, and ``g + mu (m - g)`` or ``m`` to the output; ``g = m`` where ``ok`` is false."""
     span, start, left = _chunk(run_of, start_of, numel_of, ALIGNED)
     index = tl.arange(0, BLOCK)
@@ -89,20 +76,10 @@ def momentum_kernel(
 
 @triton.jit
 def copy_kernel(
-    run_of,
-    start_of,
-    numel_of,
-    sources,
-    targets,
-    scales,
-    ok_ptr,
-    SOURCE: tl.constexpr,
-    TARGET: tl.constexpr,
-    SCALED: tl.constexpr,
-    HAS_OK: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    run_of, start_of, numel_of, sources, targets, scales, ok_ptr,
+    SOURCE: tl.constexpr, TARGET: tl.constexpr, SCALED: tl.constexpr, HAS_OK: tl.constexpr, ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """``target = source``, or ``scale source`` with the product in float32; zeros where ``ok`` is false."""
     span, start, left = _chunk(run_of, start_of, numel_of, ALIGNED)
     index = tl.arange(0, BLOCK)
@@ -118,23 +95,10 @@ def copy_kernel(
 
 @triton.jit
 def apply_kernel(
-    run_of,
-    start_of,
-    numel_of,
-    weights,
-    updates,
-    scales,
-    ok_ptr,
-    lr,
-    decay,
-    WEIGHT: tl.constexpr,
-    UPDATE: tl.constexpr,
-    SCALED: tl.constexpr,
-    DECAY: tl.constexpr,
-    HAS_OK: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    run_of, start_of, numel_of, weights, updates, scales, ok_ptr, lr, decay,
+    WEIGHT: tl.constexpr, UPDATE: tl.constexpr, SCALED: tl.constexpr, DECAY: tl.constexpr, HAS_OK: tl.constexpr,
+    ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """``p <- decay p - lr u``, the decay before the update (1), after it (2) or not at all (0).
 
     Cautious (3): ``p <- p - decay p - lr u`` where the update pulls the weight towards zero.

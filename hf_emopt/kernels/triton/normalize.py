@@ -65,19 +65,10 @@ def sum_of_squares_kernel(
 
 @triton.jit
 def cast_kernel(
-    x_ptr,
-    y_ptr,
-    exponent_ptr,
-    sum_ptr,
-    size,
-    chunks,
-    x_batch,
-    y_batch,
-    factor,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PARTS: tl.constexpr,
-):
+    x_ptr, y_ptr, exponent_ptr, sum_ptr,
+    size, chunks, x_batch, y_batch, factor,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
     """``y = factor x / norm``, and zeros for a zero matrix."""
     # Backwards: what the sums read last is still in the L2 cache.
     program = tl.num_programs(0) - 1 - tl.program_id(0)

@@ -17,15 +17,7 @@ from torch import Tensor
 
 from hf_emopt.kernels.triton.normalize import exponent_of, times_power_of_two
 from hf_emopt.kernels.triton.runtime import interpreting
-
-
-@triton.jit
-def _product(a, b, UPCAST: tl.constexpr):
-    if UPCAST:
-        out = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
-    else:
-        out = tl.dot(a, b)
-    return out
+from hf_emopt.kernels.triton.symmetric_product import dot
 
 
 @triton.jit
@@ -51,34 +43,19 @@ def _polynomial(r, coefficients_ptr, start, end, scale, SIDE: tl.constexpr, UPCA
         a = tl.load(coefficients_ptr + 3 * step)
         b = tl.load(coefficients_ptr + 3 * step + 1) / scale
         c = tl.load(coefficients_ptr + 3 * step + 2) / (scale * scale)
-        p = _symmetric(c * _product(r, r, UPCAST) + b * r.to(tl.float32) + a * identity)
-        q = _symmetric(_product(q, p, UPCAST))
-        t = _symmetric(_product(r, p, UPCAST))
-        r = _symmetric(_product(p, t, UPCAST))
+        p = _symmetric(c * dot(r, r, None, UPCAST) + b * r.to(tl.float32) + a * identity)
+        q = _symmetric(dot(q, p, None, UPCAST))
+        t = _symmetric(dot(r, p, None, UPCAST))
+        r = _symmetric(dot(p, t, None, UPCAST))
     return q
 
 
 @triton.jit
 def small_gram_newton_schulz_kernel(
-    x_ptr,
-    out_ptr,
-    coefficients_ptr,
-    bounds_ptr,
-    segments,
-    M,
-    N,
-    x_batch,
-    x_row,
-    x_col,
-    out_batch,
-    out_row,
-    out_col,
-    safety_factor,
-    R_SCALE: tl.constexpr,
-    SIDE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
+    x_ptr, out_ptr, coefficients_ptr, bounds_ptr,
+    segments, M, N, x_batch, x_row, x_col, out_batch, out_row, out_col, safety_factor,
+    R_SCALE: tl.constexpr, SIDE: tl.constexpr, BLOCK: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
     batch = tl.program_id(0).to(tl.int64)
     x_ptr += batch * x_batch
     out_ptr += batch * out_batch
@@ -98,7 +75,7 @@ def small_gram_newton_schulz_kernel(
         x = _load_scaled(x_ptr, i, start + tl.arange(0, BLOCK), x_row, x_col, M, N, exponent)
         squares += tl.sum(x * x, axis=1)
         half = x.to(tl.float16)
-        gram += _product(half, tl.trans(half), UPCAST)
+        gram += dot(half, tl.trans(half), None, UPCAST)
     total = tl.sum(squares, axis=0)
     inverse = tl.where(total == 0.0, 0.0, 1.0 / (tl.sqrt(total) * safety_factor))
     # An infinity makes the whole matrix show it, as a NaN does.
@@ -121,9 +98,9 @@ def small_gram_newton_schulz_kernel(
                 half = _load_scaled(x_ptr, i, j, x_row, x_col, M, N, exponent).to(tl.float16)
             else:
                 half = tl.load(out_ptr + offsets, mask=inside, other=0.0).to(tl.float16)
-            y = (factor * _product(q, half, UPCAST)).to(tl.float16)
+            y = (factor * dot(q, half, None, UPCAST)).to(tl.float16)
             tl.store(out_ptr + offsets, y.to(out_ptr.dtype.element_ty), mask=inside)
-            gram += _product(y, tl.trans(y), UPCAST)
+            gram += dot(y, tl.trans(y), None, UPCAST)
         # After the next restart the program loads what it has stored here.
         tl.debug_barrier()
         r = _symmetric(gram * (R_SCALE / 1048576.0))
@@ -132,8 +109,8 @@ def small_gram_newton_schulz_kernel(
 @functools.lru_cache(maxsize=256)
 def _on_device(coefficients: tuple[float, ...], bounds: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     return (
-        torch.tensor(coefficients, dtype=torch.float32).to(device),
-        torch.tensor(bounds, dtype=torch.int32).to(device),
+        torch.tensor(coefficients, dtype=torch.float32, device=device),
+        torch.tensor(bounds, dtype=torch.int32, device=device),
     )
 
 

@@ -7,8 +7,6 @@ start at zero, since tensor cores cut what they add to a sum to the sum's last b
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 from __future__ import annotations
 
-import functools
-import itertools
 from typing import Any
 
 import torch
@@ -20,7 +18,7 @@ from hf_emopt.kernels.triton.configs import LOW, family
 from hf_emopt.kernels.triton.half_precision import BLOCK, programs_of
 from hf_emopt.kernels.triton.launching import describable, descriptor, launch, launch_pass
 from hf_emopt.kernels.triton.runtime import architecture, interpreting
-from hf_emopt.kernels.triton.symmetric_product import dot, tile_table
+from hf_emopt.kernels.triton.symmetric_product import dot, load_block, tile_table
 
 # Two sums of 128 x 128 take 128 registers of each thread; three stages of four blocks 192 KiB.
 _SIDE, _BLOCK_K = 128, 64
@@ -50,21 +48,6 @@ def split_kernel(
 
 
 @triton.jit
-def _load(desc, batch, row, col, ROWS: tl.constexpr, COLS: tl.constexpr):
-    return desc.load([batch, row, col]).reshape(ROWS, COLS)
-
-
-@triton.jit
-def _factor(desc, batch, row, k, TRANS: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
-    """``(ROWS, BLOCK_K)`` of a factor, or of its transpose."""
-    if TRANS:
-        block = tl.trans(_load(desc, batch, k, row, BLOCK_K, ROWS))
-    else:
-        block = _load(desc, batch, row, k, ROWS, BLOCK_K)
-    return block
-
-
-@triton.jit
 def _store_tile(desc, batch, row, col, value, SYMMETRIC: tl.constexpr, SIDE: tl.constexpr):
     """A tile, and with ``SYMMETRIC`` its mirror image."""
     desc.store([batch, row, col], value.reshape(1, SIDE, SIDE))
@@ -75,35 +58,12 @@ def _store_tile(desc, batch, row, col, value, SYMMETRIC: tl.constexpr, SIDE: tl.
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def split_product_kernel(
-    a1_desc,
-    a2_desc,
-    b1_desc,
-    b2_desc,
-    c_desc,
-    c2_desc,
-    out_desc,
-    high_desc,
-    low_desc,
-    active_ptr,
-    tiles_ptr,
-    num_tiles,
-    K,
-    alpha,
-    beta,
-    diagonal,
-    wide_diagonal,
-    C_PARTS: tl.constexpr,
-    ACTIVE: tl.constexpr,
-    WIDE: tl.constexpr,
-    PARTS: tl.constexpr,
-    TRANS_A: tl.constexpr,
-    TRANS_B: tl.constexpr,
-    SYMMETRIC: tl.constexpr,
-    LOW: tl.constexpr,
-    SIDE: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    a1_desc, a2_desc, b1_desc, b2_desc, c_desc, c2_desc, out_desc, high_desc, low_desc, active_ptr, tiles_ptr,
+    num_tiles, K, alpha, beta, diagonal, wide_diagonal,
+    C_PARTS: tl.constexpr, ACTIVE: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr, TRANS_A: tl.constexpr,
+    TRANS_B: tl.constexpr, SYMMETRIC: tl.constexpr, LOW: tl.constexpr, SIDE: tl.constexpr, BLOCK_K: tl.constexpr,
     UPCAST: tl.constexpr,
-):
+):  # fmt: skip
     """``V = alpha A B + beta C + diagonal I`` as ``V + wide_diagonal I`` in float32 (``WIDE``) and in parts (``PARTS``).
 
     ``C_PARTS``: -1 for no C, 0 for one in float32, 1 for one in parts. ``TRANS_A``, ``TRANS_B``: A is read
@@ -118,19 +78,19 @@ def split_product_kernel(
     value = tl.zeros((SIDE, SIDE), dtype=tl.float32)
     mixed = tl.zeros((SIDE, SIDE), dtype=tl.float32)
     for k in range(0, K, BLOCK_K):
-        a1 = _factor(a1_desc, batch, row, k, TRANS_A, SIDE, BLOCK_K)
-        b1 = _factor(b1_desc, batch, col, k, TRANS_B, SIDE, BLOCK_K)
-        a2 = _factor(a2_desc, batch, row, k, TRANS_A, SIDE, BLOCK_K)
-        b2 = _factor(b2_desc, batch, col, k, TRANS_B, SIDE, BLOCK_K)
+        a1 = load_block(a1_desc, batch, row, k, TRANS_A, SIDE, BLOCK_K)
+        b1 = load_block(b1_desc, batch, col, k, TRANS_B, SIDE, BLOCK_K)
+        a2 = load_block(a2_desc, batch, row, k, TRANS_A, SIDE, BLOCK_K)
+        b2 = load_block(b2_desc, batch, col, k, TRANS_B, SIDE, BLOCK_K)
         value = dot(a1, b1.T, value, UPCAST)
         mixed = dot(a1, b2.T, mixed, UPCAST)
         mixed = dot(a2, b1.T, mixed, UPCAST)
     value = alpha * (value + LOW * mixed)
     if C_PARTS == 0:
-        value += beta * _load(c_desc, batch, row, col, SIDE, SIDE)
+        value += beta * load_block(c_desc, batch, row, col, False, SIDE, SIDE)
     if C_PARTS == 1:
-        high = _load(c_desc, batch, row, col, SIDE, SIDE).to(tl.float32)
-        value += beta * (high + LOW * _load(c2_desc, batch, row, col, SIDE, SIDE).to(tl.float32))
+        high = load_block(c_desc, batch, row, col, False, SIDE, SIDE).to(tl.float32)
+        value += beta * (high + LOW * load_block(c2_desc, batch, row, col, False, SIDE, SIDE).to(tl.float32))
     i = tl.arange(0, SIDE)[:, None]
     j = tl.arange(0, SIDE)[None, :]
     on_diagonal = (row == col) & (i == j)
@@ -157,14 +117,6 @@ def takes(*matrices: Tensor) -> bool:
     """Whether the copy engine can read and write all of them, and the device has the shared memory (sm_90)."""
     capability = None if interpreting() else architecture(matrices[0].device)
     return (capability is None or family(capability) == 90) and all(x.numel() and describable(x) for x in matrices)
-
-
-@functools.lru_cache(maxsize=1024)
-def _all_tiles(m: int, block_m: int, block_n: int, group: int, device: torch.device) -> tuple[Tensor, int]:
-    """As :func:`tile_table`, of the whole matrix."""
-    rows, cols = -(-m // block_m), -(-m // block_n)
-    tiles = sorted(itertools.product(range(rows), range(cols)), key=lambda t: (t[0] // group, t[1] // group, *t))
-    return torch.tensor(tiles, dtype=torch.int32).to(device), len(tiles)
 
 
 def split(x: Tensor, scale: float, diagonal: float) -> Parts:
@@ -200,7 +152,7 @@ def split_product(
     if wide and out is None:
         out = torch.empty(like.shape, dtype=torch.float32, device=like.device)
     new = (torch.empty_like(like), torch.empty_like(like)) if parts else None
-    tiles, count = (tile_table if symmetric else _all_tiles)(d, side, side, _GROUP, like.device)
+    tiles, count = tile_table(d, side, side, _GROUP, like.device, symmetric)
 
     def factor(x: Tensor, turned: bool) -> Any:
         return descriptor(x, block_k, side) if turned else descriptor(x, side, block_k)

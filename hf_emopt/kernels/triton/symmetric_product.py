@@ -29,7 +29,7 @@ from hf_emopt.kernels.triton.runtime import architecture, interpreting
 
 @triton.jit
 def dot(a, b, acc, UPCAST: tl.constexpr):
-    """``acc + a b``; with ``UPCAST`` in float32."""
+    """``acc + a b``, or ``a b`` where ``acc`` is ``None``; with ``UPCAST`` in float32."""
     # Triton's interpreter multiplies the bit patterns of bfloat16 numbers; in float32 the products are the same ones.
     if UPCAST:
         acc = tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
@@ -39,7 +39,7 @@ def dot(a, b, acc, UPCAST: tl.constexpr):
 
 
 @triton.jit
-def _load_block(desc, batch, row, k, TRANS: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
+def load_block(desc, batch, row, k, TRANS: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
     """``(ROWS, BLOCK_K)`` from ``(batch, M, K)``, or from ``(batch, K, M)`` when ``TRANS``."""
     if TRANS:
         block = tl.trans(desc.load([batch, k, row]).reshape(BLOCK_K, ROWS))
@@ -52,7 +52,7 @@ def _load_block(desc, batch, row, k, TRANS: tl.constexpr, ROWS: tl.constexpr, BL
 def _start(c_desc, batch, row, col, beta, HAS_C: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
     """``beta C`` of a tile, or zeros."""
     if HAS_C:
-        acc = beta * c_desc.load([batch, row, col]).reshape(ROWS, COLS).to(tl.float32)
+        acc = beta * load_block(c_desc, batch, row, col, False, ROWS, COLS).to(tl.float32)
     else:
         acc = tl.zeros((ROWS, COLS), dtype=tl.float32)
     return acc
@@ -60,27 +60,18 @@ def _start(c_desc, batch, row, col, beta, HAS_C: tl.constexpr, ROWS: tl.constexp
 
 @triton.jit
 def _sum(
-    a_desc,
-    b_desc,
-    acc,
-    batch,
-    row,
-    col,
-    K,
-    TRANS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    UPCAST: tl.constexpr,
+    a_desc, b_desc,
+    acc, batch, row, col, K,
+    TRANS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK_K: tl.constexpr, UPCAST: tl.constexpr,
     ONE: tl.constexpr,
-):
+):  # fmt: skip
     """``acc + A B^T`` of a tile. ``ONE``: both factors are the same block, which is read once."""
     for k in range(0, K, BLOCK_K):
-        a = _load_block(a_desc, batch, row, k, TRANS, ROWS, BLOCK_K)
+        a = load_block(a_desc, batch, row, k, TRANS, ROWS, BLOCK_K)
         if ONE:
             acc = dot(a, a.T, acc, UPCAST)
         else:
-            b = _load_block(b_desc, batch, col, k, TRANS, COLS, BLOCK_K)
+            b = load_block(b_desc, batch, col, k, TRANS, COLS, BLOCK_K)
             acc = dot(a, b.T, acc, UPCAST)
     return acc
 
@@ -132,28 +123,11 @@ def _only_diagonal_square(row0, col0, BLOCK_M: tl.constexpr, BLOCK_N: tl.constex
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def symmetric_product_kernel(
-    a_desc,
-    b_desc,
-    side_desc,
-    c_desc,
-    d_desc,
-    scales_ptr,
-    tiles_ptr,
-    num_tiles,
-    K,
-    alpha,
-    beta,
-    diagonal,
-    HAS_C: tl.constexpr,
-    SAME: tl.constexpr,
-    TRANS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    UPCAST: tl.constexpr,
-    SCALED: tl.constexpr,
-    C_LAST: tl.constexpr,
-):
+    a_desc, b_desc, side_desc, c_desc, d_desc, scales_ptr, tiles_ptr,
+    num_tiles, K, alpha, beta, diagonal,
+    HAS_C: tl.constexpr, SAME: tl.constexpr, TRANS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, UPCAST: tl.constexpr, SCALED: tl.constexpr, C_LAST: tl.constexpr,
+):  # fmt: skip
     """One tile of one matrix of the batch.
 
     ``SAME``: B is A. ``SCALED``: two numbers ``t`` and ``b`` for each matrix are read from memory; ``t^2`` multiplies
@@ -214,9 +188,9 @@ def symmetric_product_kernel(
 
 
 @functools.lru_cache(maxsize=1024)
-def _tiles(m: int, block_m: int, block_n: int, group: int) -> tuple[tuple[int, int], ...]:
+def _tiles(m: int, block_m: int, block_n: int, group: int, triangle: bool) -> tuple[tuple[int, int], ...]:
     rows, cols = -(-m // block_m), -(-m // block_n)
-    touching = [(i, j) for i in range(rows) for j in range(cols) if (i + 1) * block_m > j * block_n]
+    touching = [(i, j) for i in range(rows) for j in range(cols) if not triangle or (i + 1) * block_m > j * block_n]
     side_m, side_n = group * max(block_m, block_n) // block_m, group * max(block_m, block_n) // block_n
     side = min(block_m, block_n)
 
@@ -228,11 +202,14 @@ def _tiles(m: int, block_m: int, block_n: int, group: int) -> tuple[tuple[int, i
 
 
 @functools.lru_cache(maxsize=1024)
-def tile_table(m: int, block_m: int, block_n: int, group: int, device: torch.device) -> tuple[Tensor, int]:
-    """Row and column of every tile of an ``m x m`` matrix that touches its lower triangle, ``(tiles, 2)`` int32, and their
-    number. Squares of ``group`` tiles follow one another, so that programs that run together read the same rows."""
-    tiles = _tiles(m, block_m, block_n, group)
-    return torch.tensor(tiles, dtype=torch.int32).to(device), len(tiles)
+def tile_table(
+    m: int, block_m: int, block_n: int, group: int, device: torch.device, triangle: bool = True
+) -> tuple[Tensor, int]:
+    """Row and column of every tile of an ``m x m`` matrix, or with ``triangle`` of those that touch its lower triangle:
+    ``(tiles, 2)`` int32, and their number. Squares of ``group`` tiles follow one another, so that programs that run together
+    read the same rows."""
+    tiles = _tiles(m, block_m, block_n, group, triangle)
+    return torch.tensor(tiles, dtype=torch.int32, device=device), len(tiles)
 
 
 def _as_batch(x: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from hf_emopt.kernels.triton.configs import Config, Entry
 from hf_emopt.linalg.coefficients import ResolvedCoefficients, resolve_coefficients
 from hf_emopt.linalg.newton_schulz import newton_schulz
 from hf_emopt.tools.bench.products import compare_products, report_products
-from hf_emopt.tools.bench.timing import Shape, device_facts, graphed, in_turn, is_short, time_ms
+from hf_emopt.tools.bench.timing import Shape, device_facts, graphed, in_turn, is_short, relative_error, said, time_ms
 
 
 def parse_shape(text: str) -> Shape:
@@ -132,9 +132,9 @@ def bound_ms(shape: Shape) -> float:
 def _checked(implementation: Implementation, x: Tensor, reference: Tensor) -> dict[str, Any]:
     """Its error, or why it has none."""
     try:
-        return {"error": ((implementation(x).float() - reference).norm() / reference.norm()).item()}
+        return {"error": relative_error(implementation(x), reference)}
     except Exception as problem:  # another package's failure is a line of the table, not the end of it
-        return {"failed": f"{type(problem).__name__}: {problem}"[:200]}
+        return {"failed": said(problem)}
 
 
 def compare(shapes: Sequence[Shape], keep: Callable[[list[dict[str, Any]]], object]) -> list[dict[str, Any]]:
@@ -169,7 +169,7 @@ def compare(shapes: Sequence[Shape], keep: Callable[[list[dict[str, Any]]], obje
         except torch.OutOfMemoryError as problem:
             results["hf_emopt, graph"] = {"failed": str(problem)[:100]}
         failed: dict[str, str] = {}
-        for name, ms in in_turn(calls, 35.0, failed=failed).items():
+        for name, ms in in_turn(calls, 35.0, failed).items():
             results[name]["ms"] = ms
         results.update({name: {"failed": why} for name, why in failed.items()})
         calls.clear()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_emopt.linalg.symmetric_products import syrk
-from hf_emopt.tools.bench.timing import Shape, graphed, in_turn, is_short
+from hf_emopt.tools.bench.timing import Shape, graphed, in_turn, is_short, relative_error, said
 
 Product = Callable[[Tensor], Tensor]
 _LARGEST_ERROR = 1e-2
@@ -61,19 +61,19 @@ _PEERS: dict[str, tuple[str, Callable[[], Product]]] = {
 def _checked(product: Product, x: Tensor, reference: Tensor) -> dict[str, Any]:
     """Its error and a function that takes its time (``call``; ``calls`` of the product each), or why it has none."""
     try:
-        error = ((product(x).float() - reference).norm() / reference.norm()).item()
+        error = relative_error(product(x), reference)
         if not error <= _LARGEST_ERROR:
             raise ValueError(f"the result is off by {error:.2g} of its norm")
         if is_short(*x.shape):
             return {"error": error, "calls": 8, "call": graphed(lambda: [product(x) for _ in range(8)])}
         return {"error": error, "calls": 1, "call": lambda: product(x)}
     except Exception as problem:  # another package's failure is a line of the table, not the end of it
-        return {"failed": f"{type(problem).__name__}: {problem}"[:200]}
+        return {"failed": said(problem)}
 
 
-def compare_products(shapes: Sequence[Shape], *, repeat_ms: float = 30.0, rounds: int = 3) -> list[dict[str, Any]]:
-    """Median ms of ``X X^T`` in bfloat16, L2 cleared between calls of long ones, of all implementations in turn: ``rounds``
-    medians each, the middle one counts. ``{"shape", "implementations": {name: {"ms", "error"}}}`` a row."""
+def compare_products(shapes: Sequence[Shape]) -> list[dict[str, Any]]:
+    """Median ms of ``X X^T`` in bfloat16, L2 cleared between calls of long ones, of all implementations in turn.
+    ``{"shape", "implementations": {name: {"ms", "error"}}}`` a row."""
     peers = {name: make() for name, (module, make) in _PEERS.items() if importlib.util.find_spec(module) is not None}
     everyone: dict[str, Product] = {"hf_emopt": syrk, **peers}
     rows = []
@@ -84,7 +84,7 @@ def compare_products(shapes: Sequence[Shape], *, repeat_ms: float = 30.0, rounds
         found = {name: _checked(product, x, reference) for name, product in everyone.items()}
         calls = {name: one.pop("call") for name, one in found.items() if "call" in one}
         failed: dict[str, str] = {}
-        for name, ms in in_turn(calls, repeat_ms, rounds, failed=failed).items():
+        for name, ms in in_turn(calls, 30.0, failed).items():
             found[name]["ms"] = ms / found[name].pop("calls")
         found.update({name: {"failed": why} for name, why in failed.items()})
         rows.append({"shape": shape, "implementations": found})

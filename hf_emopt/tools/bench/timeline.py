@@ -46,16 +46,16 @@ def kind_of(name: str) -> str:
     return next((kind for kind, parts in _KINDS if re.search(parts, name.lower())), "elementwise")
 
 
-def timeline(trace: Any, largest: int = 20) -> Timeline:
-    """Sums up the device side of a finished ``torch.profiler.profile``, with the names of so many ``largest`` kernels."""
+def timeline(trace: Any) -> Timeline:
+    """Sums up the device side of a finished ``torch.profiler.profile``, with the names of the 20 largest kernels."""
     found = [e for e in trace.profiler.kineto_results.events() if str(e.device_type()).endswith("CUDA")]
     # Ranges that the profiler draws around kernels are no kernels.
     spans = [(e.start_ns(), e.start_ns() + e.duration_ns(), e.name(), e.device_resource_id()) for e in found]
     ranges = ("ProfilerStep", "nccl:", "Optimizer.")
-    return sum_up([s for s in spans if s[1] > s[0] and not s[2].startswith(ranges)], largest)
+    return sum_up([s for s in spans if s[1] > s[0] and not s[2].startswith(ranges)])
 
 
-def sum_up(spans: list[tuple[int, int, str, int]], largest: int = 20) -> Timeline:
+def sum_up(spans: list[tuple[int, int, str, int]]) -> Timeline:
     """As :func:`timeline`, of ``(start, stop, name, stream)`` in nanoseconds."""
     result = Timeline(kernels=len(spans))
     if not spans:
@@ -74,9 +74,7 @@ def sum_up(spans: list[tuple[int, int, str, int]], largest: int = 20) -> Timelin
     result.span = (max(s[1] for s in spans) - min(s[0] for s in spans)) * 1e-6
     result.busy, result.alone = _overlaps(edges)
     launches = Counter(name for *_, name, _ in spans)
-    result.largest = [
-        (name, sums[name], launches[name]) for name in sorted(sums, key=lambda name: -sums[name])[:largest]
-    ]
+    result.largest = [(name, sums[name], launches[name]) for name in sorted(sums, key=lambda name: -sums[name])[:20]]
     return result
 
 

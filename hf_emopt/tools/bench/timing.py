@@ -7,14 +7,17 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 _Name = TypeVar("_Name")
 Shape = tuple[int, int, int]
 """Number of matrices, rows, columns."""
 
 
-def time_ms(function: Callable[[], Any], repeat_ms: float = 60.0, least: int = 5, most: int = 200) -> float:
-    """Median milliseconds of one call on the current CUDA device, by events, after two calls of warming up."""
+def time_ms(function: Callable[[], Any], repeat_ms: float) -> float:
+    """Median milliseconds of one call on the current CUDA device, by events, after two calls of warming up.
+
+    The median is over 5 to 200 calls, as many as fit into ``repeat_ms``."""
     function()
     torch.cuda.synchronize()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -22,7 +25,7 @@ def time_ms(function: Callable[[], Any], repeat_ms: float = 60.0, least: int = 5
     function()
     end.record()
     torch.cuda.synchronize()
-    count = int(max(least, min(most, repeat_ms / max(start.elapsed_time(end), 1e-3))))
+    count = int(max(5, min(200, repeat_ms / max(start.elapsed_time(end), 1e-3))))
     cache = torch.empty(256 * 2**20, dtype=torch.uint8, device="cuda")  # larger than any L2 cache so far
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
     for before, after in events:
@@ -36,28 +39,34 @@ def time_ms(function: Callable[[], Any], repeat_ms: float = 60.0, least: int = 5
 
 
 def in_turn(
-    functions: Mapping[_Name, Callable[[], Any]],
-    repeat_ms: float = 60.0,
-    rounds: int = 3,
-    most: int = 200,
-    failed: dict[_Name, str] | None = None,
+    functions: Mapping[_Name, Callable[[], Any]], repeat_ms: float, failed: dict[_Name, str] | None = None
 ) -> dict[_Name, float]:
-    """Median over rounds of :func:`time_ms`, each round in an order of its own, since at a power limit the order counts.
+    """Median over three rounds of :func:`time_ms`, each in an order of its own, since at a power limit the order counts.
 
-    ``failed`` is given what each function that raises has said, and it is left out; with ``None`` it raises.
+    A function that raises is left out, and ``failed`` gets its message; with ``None`` the error is raised.
     """
     order = random.Random(0)
     times: dict[_Name, list[float]] = {name: [] for name in functions}
-    for _ in range(rounds):
+    for _ in range(3):
         for name in order.sample(list(times), len(times)):
             try:
-                times[name].append(time_ms(functions[name], repeat_ms, most=most))
+                times[name].append(time_ms(functions[name], repeat_ms))
             except Exception as problem:
                 if failed is None:
                     raise
-                failed[name] = f"{type(problem).__name__}: {problem}"[:200]
+                failed[name] = said(problem)
                 del times[name]
-    return {name: sorted(values)[rounds // 2] for name, values in times.items()}
+    return {name: sorted(values)[1] for name, values in times.items()}
+
+
+def said(problem: Exception) -> str:
+    """The kind and the beginning of an error's message, for a table."""
+    return f"{type(problem).__name__}: {problem}"[:200]
+
+
+def relative_error(value: Tensor, reference: Tensor) -> float:
+    """``|value - reference|_F / |reference|_F``, in float32."""
+    return ((value.float() - reference).norm() / reference.norm()).item()
 
 
 def is_short(batch: int, m: int, k: int) -> bool:

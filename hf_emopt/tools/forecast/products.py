@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 
-from hf_emopt.kernels.triton.configs import chosen_table, family, load_table
+from hf_emopt.kernels.triton.configs import chosen_table, family, load_table, measured
 from hf_emopt.linalg.coefficients import resolve_coefficients
 from hf_emopt.linalg.cost import Method, gram_segments
 from hf_emopt.linalg.newton_schulz import gram_pays
@@ -48,7 +48,7 @@ def _rate(architecture: int, table: str, symmetric: bool, with_c: bool, elements
 
 def has_kernels(gpu: Gpu) -> bool:
     """Whether this package's kernels are measured, and so used, on the GPU's architecture."""
-    return family(gpu.architecture) == gpu.architecture and len(load_table(gpu.architecture)) > 0
+    return family(gpu.architecture) == gpu.architecture and measured(gpu.architecture)
 
 
 def product_seconds(

@@ -114,7 +114,7 @@ class Forecast:
         self.exchange, count = float(sum(exchange)), max(1, len(exchange))
         hidden = 1 - 1 / count
         self.exposed_exchange = self.exchange / count + max(0.0, self.exchange * hidden - busy * hidden)
-        self.device = busy - self._landing() + self.exposed_exchange
+        self.device = busy - self._overlapped_apply() + self.exposed_exchange
         each = HOST.parameter_ms + (HOST.slice_ms if self.placed.layout.name == "fsdp2+tp" else 0.0)
         before = 1e-3 * each * sum(len(b.parameters) for b in self.placed.plan.buckets)
         bucket_ms = HOST.bucket_ms * (1.0 if has_kernels(self._machine.gpu) else UNFUSED)
@@ -178,14 +178,14 @@ class Forecast:
         alone = self._world == 1 and self._is_muon and has_kernels(self._machine.gpu)
         return moved / (self._machine.bandwidth * (EFFICIENCY.memory_alone / EFFICIENCY.memory if alone else 1.0))
 
-    def _landing(self) -> float:
-        """Seconds in which updates of other ranks are written to the weights during products: of all buckets but one.
+    def _overlapped_apply(self) -> float:
+        """Seconds of the apply stream that products hide: those of all buckets but one.
 
-        They are not counted for rules with factors, whose passes were measured as they are, nor where there are few buckets.
+        Zero for rules with factors, whose measured passes contain them, and for few buckets.
         """
         if len(self._owned) <= 2 or not self._is_muon:
             return 0.0
-        each = [self._passes(b).landing * float(b.local.max()) for b in self._owned]
+        each = [self._passes(b).applied * float(b.local.max()) for b in self._owned]
         return sum(each) / self._machine.bandwidth * (1 - 1 / len(self._owned))
 
     def _exchanges(self) -> list[float]:

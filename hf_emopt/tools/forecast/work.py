@@ -45,13 +45,13 @@ class Passes:
     Attributes:
         local, owned: for each element of a matrix that the rank holds, and that it transforms.
         checked: for each element of a gradient that is checked for numbers that are not finite.
-        landing: the part of ``local`` that writes updates of other ranks to the weights, during products of other buckets.
+        applied: the part of ``local`` that the apply stream moves: updates of other ranks, written to the weights.
     """
 
     local: float
     owned: float
     checked: float
-    landing: float
+    applied: float
 
 
 def passes(rule: MatrixRule, group: Group, gpu: Gpu, layout: Layout, width: int) -> Passes:
@@ -65,7 +65,7 @@ def passes(rule: MatrixRule, group: Group, gpu: Gpu, layout: Layout, width: int)
     owned = (1 if has_kernels(gpu) else 2) * room + 2 + rule_owned if isinstance(rule, MuonRule) else rule_owned
     update = width if travels else 2
     apply = 2 * weight + update if weight >= 4 else APPLY_16_BITS
-    landing = float(apply) if travels else 0.0
+    applied = float(apply) if travels else 0.0
     if sharded:
         local = momentum + (width if travels else room) + apply
         owned += (2 * width + room + 2) if travels else 0.0  # unpacked on arrival, packed to go back
@@ -73,10 +73,10 @@ def passes(rule: MatrixRule, group: Group, gpu: Gpu, layout: Layout, width: int)
         owned += momentum + room + (width + 2 if travels else 0.0)
         local = float(apply)
         if weight < 4 and travels:  # owners step their weights, the others receive them
-            owned, local, landing = owned + apply, 2 * weight, 2.0 * weight
+            owned, local, applied = owned + apply, 2 * weight, 2.0 * weight
     # What is counted for rules with factors was measured as it is.
     slow = 1.0 if has_kernels(gpu) or not isinstance(rule, MuonRule) else UNFUSED
-    return Passes(slow * local, slow * owned, weight, slow * landing)
+    return Passes(slow * local, slow * owned, weight, slow * applied)
 
 
 APPLY_16_BITS = 134.0
