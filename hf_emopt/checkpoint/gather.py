@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from hf_emopt.distributed.first_step_checks import control_device
-from hf_emopt.distributed.layout import Partition, Storage, chunk_regions, compute_device, storage_of
+from hf_emopt.distributed.layout import Partition, Storage, chunk_regions, compute_device, storage_of, whole_shape
 from hf_emopt.distributed.plan import Bucket, OwnedRegion
 from hf_emopt.engine.context import StepContext
 from hf_emopt.formats.moments import is_scale
 from hf_emopt.rules.base import Group
-from hf_emopt.state.forms import elementwise_state, laid_out, matrix_state, part_of, shape_of_entry
+from hf_emopt.state.forms import copied, elementwise_state, is_foreign, laid_out, matrix_state, part_of, shape_of_entry
 from hf_emopt.state.keys import is_count, is_shaped
 
 State = dict[str, Any]
@@ -88,7 +88,7 @@ def fresh(context: StepContext) -> dict[str, State]:
         if context.store.owned(bucket, i) is not None:
             whole = _start(context, bucket, i, context.parameter(bucket, i).detach().cpu())
             counts = {k: torch.zeros_like(v) for k, v in context.store.of(bucket, i).items() if is_count(k)}
-            result[name] = whole | counts
+            result[name] = whole | counts | _foreign(context, bucket, i)
     return result
 
 
@@ -99,17 +99,23 @@ def gathered(context: StepContext, keep: bool = True, without: Container[str] = 
     for bucket, i, name in _planned(context):
         if name in without:
             continue
-        owned = context.store.owned(bucket, i) is not None
+        owned, group = context.store.owned(bucket, i) is not None, context.groups[bucket.group]
         whole: State = {
             key: value.detach().to("cpu", copy=True)
             for key, value in context.store.of(bucket, i).items()
-            if is_count(key) or (is_shaped(key) and not owned)
-        }
+            if is_count(key) or (is_shaped(key) and not owned and not is_foreign(context.rule, group, key))
+        } | _foreign(context, bucket, i)
         if owned:
             whole |= _whole_shaped(context, bucket, i, keep)
         whole |= _whole_matrix_state(context, bucket, i, lambda t: t.to("cpu", copy=True) if keep else None)
         result[name] = whole
     return result if keep else {}
+
+
+def _foreign(context: StepContext, bucket: Bucket, i: int) -> State:
+    """What other tools keep of a parameter, as this rank has it, on the host."""
+    rule, group, host = context.rule, context.groups[bucket.group], torch.device("cpu")
+    return {k: copied(v, host) for k, v in context.store.of(bucket, i).items() if is_foreign(rule, group, k)}
 
 
 def _whole_shaped(context: StepContext, bucket: Bucket, i: int, keep: bool) -> State:
@@ -253,7 +259,9 @@ def keep_owned(context: StepContext, whole: dict[str, State]) -> None:
                 continue
             storage = storage_of(param, context.ranks.grids[name])
             context.store.state[param] = {
-                key: _as_parameter(value, param, storage, key, context.store.kept_device(param, key))
+                key: _as_it_is(value, param, storage)
+                if is_foreign(context.rule, group, key)
+                else _as_parameter(value, param, storage, key, context.store.kept_device(param, key))
                 if is_shaped(key)
                 else value.detach().to("cpu" if key == "rounds" else param.device, copy=True)
                 for key, value in sorted(whole[name].items())
@@ -268,7 +276,9 @@ def _own(context: StepContext, bucket: Bucket, i: int, whole: State, param: Tens
     kept: State = {}
     for key in sorted(whole):  # sorted: a DTensor's whole is a collective
         value = whole[key]
-        if is_shaped(key):
+        if is_foreign(context.rule, group, key):
+            kept[key] = _as_it_is(value, param, parameter.storage)
+        elif is_shaped(key):
             where = context.store.kept_device(param, key)
             if held is None:
                 kept[key] = _as_parameter(value, param, parameter.storage, key, where)
@@ -295,6 +305,13 @@ def _own(context: StepContext, bucket: Bucket, i: int, whole: State, param: Tens
 
 def _full(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _as_it_is(value: Any, param: Tensor, storage: Storage) -> Any:
+    """What another tool keeps: laid out as the parameter where it has its shape, else unchanged."""
+    if isinstance(value, Tensor) and tuple(value.shape) == whole_shape(param):
+        return _as_parameter(value, param, storage, "", param.device)
+    return copied(value, param.device)
 
 
 def _as_parameter(value: Tensor, param: Tensor, storage: Storage, key: str, device: torch.device) -> Tensor:

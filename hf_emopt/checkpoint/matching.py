@@ -16,7 +16,7 @@ from hf_emopt.formats.moments import coded_names, converted, scale_shape
 from hf_emopt.routing.matrix_view import MatrixView
 from hf_emopt.routing.packing import STRUCTURAL_KEYS, unpack_matrix_views
 from hf_emopt.rules.base import Group, MatrixRule, state_dtype
-from hf_emopt.state.forms import elementwise_state, is_weight_state, matrix_state
+from hf_emopt.state.forms import copied, elementwise_state, is_foreign, is_weight_state, matrix_state
 
 STATE_VERSION = 1
 """Kept in every group as ``state_version``; grows when the meaning of a state entry changes."""
@@ -159,7 +159,8 @@ def _check_kinds(
             wanted |= {f"{key}.{index}": tuple(value.shape) for key, value in state.items()}
     missing = sorted(set(wanted) - set(entry)) if "step" in entry else []
     wrong = sorted(k for k, shape in wanted.items() if torch.is_tensor(entry.get(k)) and entry[k].shape != shape)
-    foreign = sorted(k for k in entry if "." in k and k not in wanted)  # state of matrices, which ours are not
+    # State of matrices, which ours are not.
+    foreign = sorted(k for k in entry if "." in k and k not in wanted and not is_foreign(rule, group, k))
     if missing or wrong or foreign:
         what = (
             f"has another shape of {', '.join(f'{key} {tuple(entry[key].shape)}, not {wanted[key]}' for key in wrong)}"
@@ -190,7 +191,7 @@ def _check_shapes(name: str, param: Tensor, entry: dict[str, Any]) -> None:
 
 
 def loaded_state(
-    groups: Sequence[Group], by_name: dict[str, dict[str, Any]], saved_groups: Sequence[Group], offloads: bool
+    rule: MatrixRule, groups: Sequence[Group], by_name: dict[str, Any], saved_groups: Sequence[Group], offloads: bool
 ) -> dict[str, Any]:
     """The argument of ``Optimizer.__setstate__``: the state of :func:`matched`, and groups with the checkpoint's values.
 
@@ -204,9 +205,8 @@ def loaded_state(
             entry = by_name[name]
             if entry:
                 # The host reads rounds at every step.
-                on_host = {key for key in entry if key == "rounds" or (offloads and key != "step")}
-                state[param] = {
-                    key: value.detach().to("cpu" if key in on_host else param.device, copy=True)
-                    for key, value in entry.items()
-                }
+                own = {key for key in entry if not is_foreign(rule, group, key)}
+                on_host = {key for key in own if key == "rounds" or (offloads and key != "step")}
+                host = torch.device("cpu")
+                state[param] = {key: copied(v, host if key in on_host else param.device) for key, v in entry.items()}
     return {"state": state, "param_groups": merged}

@@ -76,12 +76,8 @@ def verify_replicas(named: Sequence[tuple[str, Tensor]], group: Any, tolerance: 
     """
     if not named:
         return
-    device = control_device(group)
-    prints = torch.stack([_fingerprint(p.detach()).to(device) for _, p in named])
-    largest, smallest = prints.clone(), prints.clone()
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=group)
-    apart = ((largest - smallest) > tolerance * largest[:, :1]).any(dim=1).nonzero().flatten().tolist()
+    spread, norms = fingerprints([param.detach() for _, param in named], group)
+    apart = (spread > tolerance * norms).nonzero().flatten().tolist()
     if apart:
         names = ", ".join(named[i][0] for i in apart[:5])
         raise RuntimeError(
@@ -90,6 +86,14 @@ def verify_replicas(named: Sequence[tuple[str, Tensor]], group: Any, tolerance: 
             "gradients; where each process trains a model of its own, pass process_group='self' to the optimizer. Replicas "
             "of HSDP and of DTensors have to start alike: seed all ranks alike, or load the same weights on all of them"
         )
+
+
+def fingerprints(tensors: Sequence[Tensor], group: Any) -> tuple[Tensor, Tensor]:
+    """By how much tensors differ between ranks, and their largest norms: both of shape (n,). Collective."""
+    prints = torch.stack([_fingerprint(tensor).to(control_device(group)) for tensor in tensors])
+    both = torch.stack([prints, -prints])
+    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+    return both.sum(dim=0).amax(dim=1), both[0, :, 0]
 
 
 def _fingerprint(tensor: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from torch import Tensor
 from hf_emopt.distributed.first_step_checks import control_device, verify_plan, verify_replicas, warm_up
 from hf_emopt.distributed.layout import Grid, Partition, UnsupportedLayoutError, local_tensor, local_tensors
 from hf_emopt.distributed.plan import Bucket, Plan
+from hf_emopt.distributed.replica_gradients import Copies, GradientComparison
 from hf_emopt.kernels.multi_tensor import all_finite, fits, kernels_run_on
 
 logger = logging.getLogger("hf_emopt")
@@ -208,6 +209,7 @@ class RankGroups:
         grids: the same, with all process groups once :meth:`open` was called.
         world_size: ranks that share any parameter.
         consensus: what all of them agree on.
+        copies: parameters that ranks hold copies of, once :meth:`open` was called.
         is_open: :meth:`open` has nothing left to do.
     """
 
@@ -215,6 +217,8 @@ class RankGroups:
         self.grids = grids
         self.world_size = max((grid.world_size for grid in grids.values()), default=1)
         self.consensus = ConsensusGroup(None, ())
+        self.copies: Copies = ()
+        self._steps, self._comparisons = 0, list[GradientComparison]()
         self._own_replica_groups = own_replica_groups
         self.is_open = self.world_size == 1
         self._compute_groups: dict[tuple[int, ...], Any] = {}
@@ -252,9 +256,10 @@ class RankGroups:
         for name, param in named:
             group = self.grids[name].replica_group
             if group is not None:
-                replicas.setdefault(id(group), (group, []))[1].append((name, local_tensor(param)))
+                replicas.setdefault(id(group), (group, []))[1].append((name, param))
         for group, members in replicas.values():
-            verify_replicas(members, group)
+            verify_replicas([(name, local_tensor(param)) for name, param in members], group)
+        self.copies = list(replicas.values())
         # All ranks make the groups of all compute groups, in one order.
         wanted = {tuple(b.storage.rank(p) for p in members) for b in plans[0].buckets for members in b.compute_groups}
         for ranks in sorted(wanted):
@@ -291,6 +296,23 @@ class RankGroups:
             groups = [group_of([row[shard] for row in grid.ranks], own) for shard in range(grid.shards)]
             grid = replace(grid, replica_group=groups[grid.shard])
         return grid
+
+    def compare_gradients(self, ok: Tensor) -> None:
+        """Counts a step; compares the gradients of copies in steps 1, 10, 100 and every 1,000th. Collective.
+
+        Args:
+            ok: scalar bool: the step counts.
+
+        Raises:
+            RuntimeError: on all ranks, when ranks have other gradients.
+        """
+        self._steps += 1
+        if self._steps in (1, 10, 100) or self._steps % 1000 == 0:
+            self._comparisons = [GradientComparison(self._steps, *copies, ok) for copies in self.copies]
+        if self._comparisons and self._steps >= self._comparisons[0].due:
+            for comparison in self._comparisons:
+                comparison.check()
+            self._comparisons = []
 
     def reductions(self, bucket: Bucket, compute_group: tuple[int, ...]) -> tuple[Reduction, Reduction]:
         """Sum and maximum over the ranks of a compute group.

@@ -209,6 +209,8 @@ def refuse_engine(engine: Any, optimizer: MatrixOptimizer) -> None:
         problem = "deepspeed.moe layers, whose experts other ranks hold (transformers' expert modules are supported)"
     elif getattr(engine.mpu, "get_model_parallel_world_size", lambda: 1)() > 1:
         problem = "model parallelism by an mpu object, which cuts matrices"
+    elif optimizer.average_gradients:
+        problem = "average_gradients=True (leave it out: the engine averages gradients)"
     if problem is not None:
         raise UnsupportedLayoutError(
             f"{type(optimizer).__name__} does not run under DeepSpeed with {problem}; use ZeRO alone"

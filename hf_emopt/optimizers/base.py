@@ -7,6 +7,7 @@ import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any, ClassVar, Literal
 
@@ -33,6 +34,7 @@ from hf_emopt.distributed.layout import (
 from hf_emopt.distributed.plan import Plan, PlannedParameter
 from hf_emopt.distributed.planner import hyperparameters, plan_of, planned_copies, planned_matrices, world_size
 from hf_emopt.distributed.rank_groups import RankGroups, check_gradients
+from hf_emopt.distributed.replica_gradients import average_gradients
 from hf_emopt.distributed.tensor_parallel_choice import Choice, ModeOverrides, describe
 from hf_emopt.engine.context import ApplyStream, RefreshSchedule, Step, StepContext
 from hf_emopt.engine.delayed_gather import DelayedUpdates, check_overlap
@@ -52,6 +54,7 @@ from hf_emopt.optimizers.param_groups import (
 )
 from hf_emopt.optimizers.untracked import CHECK_EVERY, UntrackedParameters
 from hf_emopt.optimizers.validation import (
+    check_average,
     checked_process_group,
     no_matrices_message,
     offload_place,
@@ -94,6 +97,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
         overlap_param_gather: where ranks hold copies of a model (DDP), updates arrive behind the next forward pass. What
             reads or writes parameters in another way than a forward pass or the model's ``state_dict`` and
             ``load_state_dict`` has to call :meth:`synchronize` first: what was put off comes on top of what it wrote.
+        average_gradients: average the gradients of plain parameters over ``process_group`` at the beginning of each step,
+            where nothing else does.
         process_group: the ranks that hold copies of plain parameters; ``None`` for all of them, ``"self"`` where each
             process trains a model of its own. Sharded parameters know their ranks.
         tensor_parallel_modules: modes of tensor parallelism for single parameters, ``"pattern:mode"`` with ``;`` between,
@@ -122,6 +127,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         skip_nonfinite: bool = True,
         transport_dtype: torch.dtype | str | None = None,
         overlap_param_gather: bool = False,
+        average_gradients: bool = False,
         process_group: ProcessGroupArgument = None,
         tensor_parallel_modules: str | Sequence[str] | Mapping[str, str] | None = None,
         lora_lr_ratio: float = 1.0,
@@ -130,14 +136,14 @@ class MatrixOptimizer(torch.optim.Optimizer):
         offload_state: OffloadState | None = None,
     ) -> None:
         check_lora_options(rule, lora, lora_lr_ratio)
-        check_flags({"allow_no_matrices": allow_no_matrices, "skip_nonfinite": skip_nonfinite})
-        check_flags({"per_head": per_head, "overlap_param_gather": overlap_param_gather})
+        flags = {"allow_no_matrices": allow_no_matrices, "skip_nonfinite": skip_nonfinite, "per_head": per_head}
+        check_flags(flags | {"overlap_param_gather": overlap_param_gather, "average_gradients": average_gradients})
         self.rule = rule
         self.mode_overrides = ModeOverrides(tensor_parallel_modules, rule.tensor_parallel_modes)
         self._choices: list[Choice] = []
         self.skip_nonfinite = skip_nonfinite
         self.transport_dtype = transport_name(transport_dtype)
-        self.overlap_param_gather = overlap_param_gather
+        self.overlap_param_gather, self.average_gradients = overlap_param_gather, average_gradients
         self.process_group = checked_process_group(process_group)
         self.offload_state = offload_place(offload_state)
         if overlap_param_gather and not isinstance(params, nn.Module):
@@ -169,6 +175,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
         # torch fills defaults into every group; what belongs to one kind is filled in by the builder.
         super().__init__(groups, {"lr": matrix_defaults["lr"], "weight_decay": matrix_defaults["weight_decay"]})
         self._routes = list(table)
+        if average_gradients:
+            check_average(self.process_group, self.param_groups)
         if not table.matrices and not allow_no_matrices:
             raise ValueError(no_matrices_message(table, rule.name, self.matrix_option))
         self.mode_overrides.check_matched([route.name for route in table.matrices])
@@ -438,12 +446,12 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One optimizer step: each matrix with a gradient is transformed once, after accumulation and clipping.
 
-        Parameters without a gradient keep their weight and their state. Gradients are read, never written. Where several
-        ranks share parameters, all of them must call it.
+        Parameters without a gradient keep their weight and their state. Gradients are read, and written only with
+        ``average_gradients``. Where several ranks share parameters, all of them must call it.
 
         Raises:
             RuntimeError: when a parameter is laid out in a way that cannot be stepped correctly here, or ranks differ in
-                what they would step.
+                what they would step or in the gradients of copies.
         """
         loss = None
         if closure is not None:
@@ -468,6 +476,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
         context, overlaps = self.current_context(), self._overlaps
         if not context.ranks.is_open:
             context.open_ranks()
+        if self.average_gradients:
+            gradients = replace(gradients, present=average_gradients(context.ranks.copies, gradients.present))
         self._consolidated, self._only_initialized = None, False
         if among is None and not any("step" in state for state in vars(self)["state"].values()):
             self._only_initialized = is_state_init_step(context, groups)
@@ -485,6 +495,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
             verdict = (consensus if among is None else consensus.subset(among)).agree(
                 gradients.finite, gradients.present
             )
+        if context.ranks.world_size > 1 and verdict.ok is not None:
+            context.ranks.compare_gradients(verdict.ok)
         if observer is not None:
             observer.begin(context, verdict.ok, among)
         untracked = self._untracked
@@ -545,6 +557,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
         if model is not None:
             check_overlap(model, groups)
         grids, offloads = self._grids(), self.offload_state is not None
+        if self.average_gradients:
+            check_average(self.process_group, groups)
         whole = self._leave_behind()
         self._cost_snapshot = self._cost_snapshot or hyperparameters(groups)
         check_state_options(self.rule, groups, self.offload_state)
@@ -555,14 +569,10 @@ class MatrixOptimizer(torch.optim.Optimizer):
         offload = StateOffload() if offloads else None
         cuda = {p.device for members in params for p in members if p.device.type == "cuda"}
         apply_stream = ApplyStream(cuda) if cuda and ranks.world_size > 1 and offload is None else None
-        copies = make_plan(planned_copies(groups, grids), forward_order=overlaps)
-        store, schedule = (
-            StateStore(self.rule, groups, params, self.state, grids, offload),
-            RefreshSchedule(self.rule, groups, plan),
-        )
-        context = StepContext(
-            self.rule, groups, params, plan, copies, ranks, store, schedule, self.transport_dtype, apply_stream
-        )
+        aux_plan = make_plan(planned_copies(groups, grids), forward_order=overlaps)
+        store = StateStore(self.rule, groups, params, self.state, grids, offload)
+        schedule, dtype = RefreshSchedule(self.rule, groups, plan), self.transport_dtype
+        context = StepContext(self.rule, groups, params, plan, aux_plan, ranks, store, schedule, dtype, apply_stream)
         self._changed = ChangedGroups(self.rule, groups)
         if whole is not None:
             keep_owned(context, whole)
@@ -704,7 +714,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         by_name = with_low_bits(by_name)
         self._forget_plan()
         there = {name: {} for name in by_name} if shared else by_name
-        self.__setstate__(loaded_state(self.param_groups, there, groups, self.offload_state is not None))
+        self.__setstate__(loaded_state(self.rule, self.param_groups, there, groups, self.offload_state is not None))
         if any(by_name.values()):  # a context knows whose state it is when parameters are replaced later
             context = self.current_context()
             if shared:
@@ -717,7 +727,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         if found.has_state:
             check_owned_runs(found.owned, owned_runs(self._new_plan(found.cost_snapshot), self._grids()))
         self._forget_plan()
-        state = loaded_state(self.param_groups, found.by_name, found.groups, self.offload_state is not None)
+        state = loaded_state(self.rule, self.param_groups, found.by_name, found.groups, self.offload_state is not None)
         self.__setstate__(state)
         self._cost_snapshot = found.cost_snapshot
 

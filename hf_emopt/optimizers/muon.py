@@ -88,6 +88,10 @@ class Muon(MatrixOptimizer):
         overlap_param_gather: under DDP, let updates arrive behind the next forward pass; code that reads or writes
             parameters other than by a forward pass or the model's ``state_dict`` and ``load_state_dict`` has to call
             :meth:`synchronize` first. Needs the model as ``params``.
+        average_gradients: average the gradients of plain parameters over ``process_group`` at the beginning of each step, as
+            :class:`~torch.nn.parallel.DistributedDataParallel` does in the backward pass; for loops that have no wrapper.
+            A gradient that a rank has not counts as zeros; one that no rank has stays away. Clipping before the step sees
+            each rank's own gradients. Not for sharded parameters (FSDP2, tensor parallelism) nor under DeepSpeed.
         process_group: the ranks that hold copies of the parameters; ``None`` for all, ``"self"`` where each process trains a
             model of its own. DTensors (FSDP2, HSDP) know their ranks.
         tensor_parallel: what is done with matrices that tensor parallelism cuts: ``"layerwise"`` (whole matrices go to

@@ -48,6 +48,7 @@ class Arguments:
     skip_nonfinite: bool = True
     transport_dtype: torch.dtype | str | None = None
     overlap_param_gather: bool = False
+    average_gradients: bool = False
     process_group: ProcessGroupArgument = None
     tensor_parallel_modules: str | Sequence[str] | None = None
     lora_lr_ratio: float = 1.0

@@ -63,7 +63,8 @@ class Shampoo(MatrixOptimizer):
         matmul_precision, factor_storage, tolerated_failures, weight_decay_type: as for :class:`SOAP`.
         aux_lr, aux_betas, aux_eps, aux_weight_decay, matrix_modules, aux_modules: as for :class:`SOAP`.
         state_dtype, tensor_parallel, lora_one_sided: as for :class:`SOAP`.
-        offload_state, low_precision_weights, per_head, allow_no_matrices, skip_nonfinite: as for :class:`Muon`.
+        offload_state, low_precision_weights, per_head, allow_no_matrices, skip_nonfinite, average_gradients: as for
+            :class:`Muon`.
         transport_dtype, overlap_param_gather, process_group, tensor_parallel_modules, lora_lr_ratio: as for :class:`Muon`.
 
     Raises:

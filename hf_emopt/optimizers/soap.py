@@ -51,7 +51,8 @@ class SOAP(MatrixOptimizer):
         matrix_modules, aux_modules: regular expressions on dotted parameter names that override the routing.
         state_dtype: of first and second moments, momentum and AdamW's moments as for :class:`Muon`; factors have
             ``factor_storage``.
-        offload_state, low_precision_weights, per_head, allow_no_matrices, skip_nonfinite: as for :class:`Muon`.
+        offload_state, low_precision_weights, per_head, allow_no_matrices, skip_nonfinite, average_gradients: as for
+            :class:`Muon`.
         transport_dtype, overlap_param_gather, process_group, tensor_parallel_modules, lora_lr_ratio: as for :class:`Muon`.
         tensor_parallel: ``"auto"`` and ``"layerwise"`` bring whole matrices to owners, with their factors; ``"blockwise"``
             gives each slice that tensor parallelism makes factors of its own: no bytes, but another update.

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_emopt.distributed.layout import ProcessGroupArgument
+from hf_emopt.distributed.layout import ProcessGroupArgument, UnsupportedLayoutError, is_sharded
 from hf_emopt.formats.master_weights import LOW_PRECISION_WEIGHTS
 from hf_emopt.formats.moments import STATE_DTYPES, require_library
 from hf_emopt.routing.route import RouteTable
@@ -86,6 +86,18 @@ def offload_place(place: OffloadState | None) -> OffloadState | None:
     if place not in (None, "cpu"):
         raise ValueError(f"offload_state={place!r} must be 'cpu', or None for state beside the parameters")
     return place
+
+
+def check_average(process_group: ProcessGroupArgument, groups: Sequence[Group]) -> None:
+    """Refuses ``average_gradients`` where there is nothing to average, or a wrapper reduces gradients."""
+    if process_group == "self":
+        raise ValueError("average_gradients=True averages over copies of a model, and process_group='self' has none")
+    sharded = [n for group in groups for n, p in zip(group["param_names"], group["params"]) if is_sharded(p)]
+    if sharded:
+        raise UnsupportedLayoutError(
+            f"average_gradients=True is for parameters that ranks hold whole, and {sharded[0]} is a DTensor (FSDP2, HSDP, "
+            "tensor parallelism) or DeepSpeed's, whose gradients come reduced: leave it out"
+        )
 
 
 def checked_process_group(group: ProcessGroupArgument) -> ProcessGroupArgument:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from hf_emopt.formats.moments import is_coded, is_moment, is_scale, packed_like,
 from hf_emopt.routing.packing import unpack_matrix_views
 from hf_emopt.rules.adamw import init_adamw_state
 from hf_emopt.rules.base import Group, MatrixRule
+from hf_emopt.state.keys import is_count
 
 State = dict[str, Tensor]
 
@@ -103,6 +105,18 @@ def describe_memory(rule: MatrixRule, groups: Sequence[Group], offload_state: st
 def shape_of_entry(key: str, shape: Sequence[int]) -> tuple[int, ...]:
     """Shape of an entry of elementwise state of a parameter of this shape."""
     return scale_shape(shape) if is_scale(key) else tuple(shape)
+
+
+def is_foreign(rule: MatrixRule, group: Group, key: str) -> bool:
+    """Whether an entry is another tool's (Lookahead, an average, SAM), which keeps it beside a parameter's own state."""
+    if is_count(key) or is_moment(key) or is_weight_state(key) or key.rpartition(".")[2].isdigit():
+        return False
+    return group["kind"] != "matrix" or key not in rule.init_state(torch.empty(1, 1, device="meta"), group)
+
+
+def copied(value: Any, device: torch.device) -> Any:
+    """A copy of an entry, a tensor or whatever else a tool keeps, on a device."""
+    return value.detach().to(device, copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
 def is_weight_state(key: str) -> bool:

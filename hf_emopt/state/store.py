@@ -28,6 +28,7 @@ from hf_emopt.formats.moments import unpacked, update_packed
 from hf_emopt.rules.base import Group, MatrixRule
 from hf_emopt.state.forms import (
     elementwise_state,
+    is_foreign,
     is_offloadable,
     is_weight_state,
     laid_out,
@@ -143,9 +144,11 @@ class StateStore:
         """Makes host copies of all state that came from elsewhere, such as a checkpoint."""
         if self.offload is None:
             return
-        for param, state in self.state.items():
-            for key, value in state.items():
-                state[key] = self.host_copy(key, value, compute_device(param) if "." in key else param.device)
+        for group, params in zip(self._groups, self._params):
+            for param in params:
+                state = self.state.get(param, {})
+                for key in [key for key in state if not is_foreign(self._rule, group, key)]:
+                    state[key] = self.host_copy(key, state[key], compute_device(param) if "." in key else param.device)
 
     def kept_device(self, param: Tensor, key: str) -> torch.device:
         """The device of an entry of a parameter's elementwise state between steps."""
@@ -249,10 +252,15 @@ class StateStore:
         known = self._local.get(id(param))  # by the state's id, entries of replaced states would stay
         if known is not None and tuple(map(id, known[0])) == tuple(map(id, entries)):
             return known[1]
-        local = {key: local_tensor(value) for key, value in state.items() if "." not in key}
+        local = self._own_local(state, self._groups[bucket.group])
         # The entries are kept, so that no other tensor gets their identity.
         self._local[id(param)] = entries, local
         return local
+
+    def _own_local(self, state: State, group: Group) -> State:
+        """This rank's part of elementwise state, without what other tools keep there."""
+        own = [key for key in state if "." not in key and not is_foreign(self._rule, group, key)]
+        return {key: local_tensor(state[key]) for key in own}
 
     def owned(self, bucket: Bucket, i: int) -> list[OwnedRegion] | None:
         """This rank's owned regions of a parameter whose state its owners hold; ``None`` where state is laid out as the
@@ -293,7 +301,7 @@ class StateStore:
         known = self._own.get(key)
         if known is None or not known.is_current(self.state, params):
             states = [self.ready(p, group) for p in params]
-            local = {i: {k: local_tensor(v) for k, v in state.items()} for i, state in enumerate(states)}
+            local = {i: self._own_local(state, group) for i, state in enumerate(states)}
             known = self._own[key] = StateSnapshot(list(params), states, local)
         return [{**state} for state in known.local.values()]
 
