@@ -6,7 +6,6 @@ momentum: a first moment in AdamW's scale is no momentum of an orthogonalized or
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -18,12 +17,10 @@ from hf_emopt.checkpoint.matching import live_names, saved_names
 from hf_emopt.distributed.layout import whole_shape
 from hf_emopt.formats.master_weights import init_weight_state
 from hf_emopt.formats.moments import converted
+from hf_emopt.routing.route import NO_DECAY
 from hf_emopt.rules.base import Group, MatrixRule, state_dtype
 
 _KEYS = frozenset({"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"})
-
-# Which parameters transformers' Trainer decays: all but those of nn.LayerNorm and those with such a name.
-_NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)", re.IGNORECASE)
 
 
 def is_adamw(state_dict: dict[str, Any]) -> bool:
@@ -40,7 +37,7 @@ def trainer_decay_names(model: nn.Module) -> list[str]:
     return [
         name
         for name, _ in model.named_parameters()
-        if not _NO_DECAY.search(name) and not any(name.startswith(norm) for norm in norms)
+        if not NO_DECAY.search(name.lower()) and not any(name.startswith(norm) for norm in norms)
     ]
 
 

@@ -7,9 +7,11 @@ a default callback to its tables, and wraps methods of ``Trainer``. Other optimi
 from __future__ import annotations
 
 import logging as levels
+import weakref
 from collections.abc import Callable
 from typing import Any
 
+from torch import nn
 from transformers import trainer, trainer_optimizer, training_args
 from transformers.trainer_callback import TrainerState
 from transformers.trainer_optimizer import OptimizerContext
@@ -25,12 +27,16 @@ from hf_emopt.integrations.patching import MARK, patch
 from hf_emopt.integrations.refusals import optim_name, refuse_deepspeed, refuse_unsupported
 from hf_emopt.integrations.registry import OPTIMIZERS, PREFIX, unwrap_optimizer
 from hf_emopt.optimizers.base import MatrixOptimizer
+from hf_emopt.optimizers.param_groups import with_model
 
 __all__ = ["OPTIMIZERS", "DefaultCallback", "OptimizerFactory", "register", "register_optimizer", "unwrap_optimizer"]
 
 logger = logging.get_logger("transformers.hf_emopt")  # under transformers' own verbosity and handlers
 
 _warned: set[str] = set()
+
+_models: list[weakref.ref[nn.Module]] = []
+"""Models that are trained with one of our optimizers, the newest last."""
 
 Handler = Callable[[OptimizerContext], tuple[Any, dict[str, Any]]]
 
@@ -39,17 +45,27 @@ class OptimizerFactory:
     """What a handler returns, so that ``Trainer`` builds the optimizer on the model instead of on its two decay groups.
 
     ``Trainer`` calls the factory without arguments and the result with ``(model, **kwargs)``. Called with arguments, as code
-    that knows no factories does with what ``get_optimizer_cls_and_kwargs`` gives it, it is the optimizer's class.
+    that knows no factories does with what ``get_optimizer_cls_and_kwargs`` gives it, it is the optimizer's class, and routes
+    lists and groups of parameters by the modules of the model that a Trainer has.
     """
 
     def __init__(self, optimizer_cls: type[MatrixOptimizer]) -> None:
         self.optimizer_cls = optimizer_cls
 
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        return self.optimizer_cls(*args, **options) if args or options else self.optimizer_cls
+    def __call__(self, params: Any = None, **options: Any) -> Any:
+        made: Any = self.optimizer_cls
+        if params is None and not options:
+            return made
+        models = [model for model in (seen() for seen in reversed(_models)) if model is not None]
+        return made(with_model(params, models), **options)
 
     def __repr__(self) -> str:
         return f"OptimizerFactory({self.optimizer_cls.__name__})"
+
+
+def _remember(model: Any) -> None:
+    if isinstance(model, nn.Module):
+        _models[:] = [*(seen for seen in _models if seen() not in (None, model)), weakref.ref(model)]
 
 
 def optimizer_kwargs(args: TrainingArguments, optimizer_cls: type[MatrixOptimizer]) -> dict[str, Any]:
@@ -88,6 +104,7 @@ def register_optimizer(name: str, optimizer_cls: type[MatrixOptimizer]) -> None:
 
     def handler(context: OptimizerContext) -> tuple[Any, dict[str, Any]]:
         refuse_unsupported(context.args, context.model)
+        _remember(context.model)
         return OptimizerFactory(optimizer_cls), optimizer_kwargs(context.args, optimizer_cls)
 
     setattr(handler, MARK, True)
@@ -145,6 +162,8 @@ def group_learning_rates(optimizer: MatrixOptimizer, peak: bool = False) -> dict
     rates: dict[str, float] = {}
     starts: dict[str, float] = {}
     for index, group in enumerate(optimizer.param_groups):
+        if not group["param_names"]:
+            continue
         key, rate, start = f"lr/{group['kind']}", float(group["lr"]), float(group.get("initial_lr", group["lr"]))
         if key in rates and (rates[key], starts[key]) == (rate, start):
             continue
@@ -180,9 +199,10 @@ class DefaultCallback(MeasuringCallback):
         return {**rates, **({"skipped_steps": skipped} if skipped else {}), **measured}
 
     def on_init_end(self, args: TrainingArguments, *_: Any, **kwargs: Any) -> None:
-        """Refuses before models are wrapped."""
+        """Refuses before models are wrapped, and keeps in mind which model there is."""
         if handler_of(args) is not None and kwargs.get("optimizer") is None:
             refuse_unsupported(args, kwargs.get("model"))
+            _remember(kwargs.get("model"))
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         """Logs the route; refuses a configuration of DeepSpeed that chose the optimizer instead of ``args.optim``."""

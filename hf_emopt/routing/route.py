@@ -29,7 +29,7 @@ __all__ = [
 
 
 # transformers' rule (Trainer.get_decay_parameter_names): these names, in lower case, and anything inside nn.LayerNorm.
-_NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
+NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 
 _EMBEDDING_COMPONENT = re.compile(r"(\w+_)?embed(ding)?s?(_(in|tokens|positions))?|wte|wpe|shared")
 _HEAD_COMPONENT = re.compile(r"(\w+_)?lm_head|embed_out|classifier|score|qa_outputs|head|proj_out")
@@ -150,7 +150,7 @@ def _as_stored(shape: tuple[int, ...]) -> tuple[MatrixView, ...]:
 
 def _decays(info: ParameterInfo, decision: Decision, layer_norms: set[str]) -> bool:
     """transformers' rule by name and ``nn.LayerNorm``; nor do vectors and bare gains such as ``(C, 1, 1)`` decay."""
-    if _NO_DECAY.search(info.canonical.lower()) or any(info.name.startswith(prefix) for prefix in layer_norms):
+    if NO_DECAY.search(info.canonical.lower()) or any(info.name.startswith(prefix) for prefix in layer_norms):
         return False
     if decision.kind == "matrix":
         return True
@@ -214,7 +214,7 @@ def route_named_parameters(
         if decision is None:
             decisions = [_by_name(name, shape) for name in names]
             decision = next((d for d in decisions if d.kind == "aux"), decisions[0])
-        decay = not any(_NO_DECAY.search(name.lower()) for name in names) and len(shape) > 1
+        decay = not any(NO_DECAY.search(name.lower()) for name in names) and len(shape) > 1
         routes.append(
             ParameterRoute(
                 names[0], shape, decision.kind, decision.matrix_views, decay, decision.reason, "", tuple(names[1:]),

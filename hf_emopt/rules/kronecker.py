@@ -270,6 +270,13 @@ class KroneckerRule(RefreshingRule):
         return matmul_precision(group["matmul_precision"])
 
 
+def cycled(group: Group) -> Group:
+    """A group as rules read it: what OneCycleLR and CyclicLR write as ``momentum`` is the first of the betas."""
+    if "base_momentum" not in group:
+        return group
+    return {**group, "betas": (group["momentum"], group["betas"][1]), "momentum": 0.0}
+
+
 def gate_of(ok: Tensor | None, like: Tensor) -> Gate:
     """``ok`` as a number to multiply by."""
     return 1.0 if ok is None else ok.to(like.dtype)
