@@ -50,7 +50,7 @@ class OptimizerFactory:
     """
 
     def __init__(self, optimizer_cls: type[MatrixOptimizer]) -> None:
-        self.optimizer_cls = optimizer_cls
+        self.optimizer_cls, self.__name__ = optimizer_cls, optimizer_cls.__name__
 
     def __call__(self, params: Any = None, **options: Any) -> Any:
         made: Any = self.optimizer_cls
