@@ -45,8 +45,8 @@ class OptimizerFactory:
     """What a handler returns, so that ``Trainer`` builds the optimizer on the model instead of on its two decay groups.
 
     ``Trainer`` calls the factory without arguments and the result with ``(model, **kwargs)``. Called with arguments, as code
-    that knows no factories does with what ``get_optimizer_cls_and_kwargs`` gives it, it is the optimizer's class, and routes
-    lists and groups of parameters by the modules of the model that a Trainer has.
+    that knows no factories does with what ``get_optimizer_cls_and_kwargs`` gives it, it is the optimizer's class, which
+    routes lists of parameters by the modules of the Trainer's model.
     """
 
     def __init__(self, optimizer_cls: type[MatrixOptimizer]) -> None:
@@ -199,7 +199,7 @@ class DefaultCallback(MeasuringCallback):
         return {**rates, **({"skipped_steps": skipped} if skipped else {}), **measured}
 
     def on_init_end(self, args: TrainingArguments, *_: Any, **kwargs: Any) -> None:
-        """Refuses before models are wrapped, and keeps in mind which model there is."""
+        """Refuses before models are wrapped."""
         if handler_of(args) is not None and kwargs.get("optimizer") is None:
             refuse_unsupported(args, kwargs.get("model"))
             _remember(kwargs.get("model"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,17 +30,15 @@ class ChangedGroups:
         rates: the learning rates that groups were built with.
     """
 
-    def __init__(
-        self, rule: MatrixRule, groups: Sequence[Group], kind_of: Callable[[Group], Any], rates: Sequence[float]
-    ) -> None:
+    def __init__(self, rule: MatrixRule, groups: Sequence[Group], kind_of: Any, rates: Sequence[float]) -> None:
         self._rule, self._groups, self._kind_of = rule, groups, kind_of
         # Two of different rates stand for all, as what loses one ratio loses every ratio.
         other = next((index for index, (_, rate) in enumerate(zip(groups, rates)) if rate != rates[0]), None)
         self._pair = None if other is None else ((groups[0], rates[0]), (groups[other], rates[other]))
         self._known = [_values(group) for group in groups]
         self._sizes = [len(group) for group in groups]
-        for group, known in zip(groups, self._known):  # which may have been changed before there were steps
-            self._validate(group, known)
+        for group, known in zip(groups, self._known):  # changed before there were steps
+            self._validate(group, {"kind": known["kind"]})
 
     def check(self) -> None:
         """To be called before each step. Warns where different learning rates have become one.
@@ -63,8 +61,8 @@ class ChangedGroups:
                 self._pair = None
                 warnings.warn(
                     f"the groups {one['name']!r} and {other['name']!r} were built with the learning rates {rate:g} and "
-                    f"{other_rate:g}, and both have {float(now):g} now: a scheduler with one max_lr, base_lr or min_lr "
-                    "for all loses their ratio. Give it a list, such as [g['lr'] for g in optimizer.param_groups]",
+                    f"{other_rate:g}, and both have {float(now):g} now: one max_lr, base_lr or min_lr for all loses their "
+                    "ratio. Give the scheduler a list, such as [g['lr'] for g in optimizer.param_groups]",
                     stacklevel=4,
                 )
 

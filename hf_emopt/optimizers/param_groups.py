@@ -26,6 +26,9 @@ from hf_emopt.rules.options import option_names
 
 ParamsArgument = nn.Module | Iterable[Any]
 
+_CHOOSES = ("use_muon", "is_muon", "algorithm", "optimizer", "rule")  # by which other packages' groups choose a rule
+_FREE = (*_CHOOSES, *STRUCTURAL_KEYS, "initial_lr", "lr_scale")  # near hyperparameters in name only
+
 
 @dataclass(frozen=True)
 class Derived:
@@ -128,7 +131,7 @@ class GroupBuilder:
         # dtypes are kept by name, as all values in groups are plain.
         group = {k: str(v).removeprefix("torch.") if isinstance(v, torch.dtype) else v for k, v in group.items()}
         kind = self.kind_of(group)
-        members = _members(group.pop("params"))
+        members = _in_order(group.pop("params"))
         names = group.pop("param_names", None)
         if names is not None:
             members = list(zip(names, members, strict=True))
@@ -145,36 +148,20 @@ class GroupBuilder:
 
     def kind_of(self, group: Group) -> str | None:
         """The kind that a group's keys say it is of, also in other packages' words; ``None`` where they say nothing.
-
-        Keys of the user's own are kept, as torch keeps them.
-
-        Raises:
-            ValueError: for a key that is a misspelt hyperparameter, is another rule's alone, or asks for another rule.
-        """
+        ``ValueError`` for a key that is a misspelt hyperparameter, is another rule's alone, or asks for another rule."""
         rule, kind = self.kind_defaults["matrix"]["rule"], group.get("kind")
         choices = {rule: "matrix", "adamw": "aux", "False": "aux"} | ({"True": "matrix"} if "muon" in rule else {})
-        chooses = ("use_muon", "is_muon", "algorithm", "optimizer", "rule")
-        for key in [key for key in chooses if key in group]:
+        for key in [key for key in _CHOOSES if key in group]:
             chosen = choices.get(str(group[key]))
             if chosen is None or kind not in (None, chosen):
-                raise ValueError(
-                    f"group key {key}={group[key]!r} is none of {', '.join(choices)}, or contradicts another key: groups are "
-                    f"of kind 'matrix' ({rule}) or 'aux' (AdamW)"
-                )
+                what = "contradicts another key" if chosen else f"is none of {', '.join(choices)}"
+                raise ValueError(f"group key {key}={group[key]!r} {what}: kind 'matrix' has {rule}, 'aux' has AdamW")
             kind = chosen
         known = {key for defaults in self.kind_defaults.values() for key in defaults}
-        free = {
-            *chooses,
-            *STRUCTURAL_KEYS,
-            "initial_lr",
-            "lr_scale",
-            *(["momentum"] if "base_momentum" in group else []),
-        }
-        for key in [key for key in group if key not in known | free]:
-            if key.removeprefix("aux_") in known:
-                raise ValueError(
-                    f"group key {key!r}: inside a group it is {key.removeprefix('aux_')!r}, in a group of kind 'aux'"
-                )
+        known |= {"momentum"} if "base_momentum" in group else set()  # of a scheduler
+        for key in [key for key in group if key not in known and key not in _FREE]:
+            if (own := key.removeprefix("aux_")) in known:
+                raise ValueError(f"group key {key!r}: inside a group it is {own!r}, in a group of kind 'aux'")
             if key in option_names() or (key in ("maximize", "amsgrad") and group[key]):
                 raise ValueError(f"group key {key!r} is no option of groups of {rule} and AdamW: leave it out")
             if close := difflib.get_close_matches(key, known, n=1, cutoff=0.85):
@@ -236,11 +223,9 @@ class GroupBuilder:
         return "lora" if self.lora_defaults is not None and route.kind == "matrix" else ""
 
     def _make(self, kind: str, routes: list[ParameterRoute], named: dict[str, Tensor], given: Group) -> Group:
-        group = dict(self.kind_defaults[kind])
-        ranks = [r.adapter.rank for r in routes if r.adapter is not None]
-        if ranks and kind == "matrix" and self.lora_defaults is not None:
-            group |= self.lora_defaults(max(ranks))
-        group |= given
+        ranks = [r.adapter.rank for r in routes if r.adapter is not None and kind == "matrix"]
+        of_adapters = self.lora_defaults(max(ranks)) if ranks and self.lora_defaults is not None else {}
+        group = {**self.kind_defaults[kind], **of_adapters, **given}
         for key, value in self.kind_defaults[kind].items():
             if isinstance(value, Derived) and (group[key] is value or group[key] is None):
                 group[key] = value.of(group)
@@ -266,9 +251,8 @@ def warn_of_unnamed(routes: Iterable[ParameterRoute], stacklevel: int) -> None:
     if odd:
         warnings.warn(
             f"{len(shapes)} parameters without names are trained as plain matrices, and {len(odd)} of them look like "
-            f"embeddings, output heads, fused projections or adapters: {', '.join(odd[:3])}{' ...' if len(odd) > 3 else ''}. "
-            "Pass the model, (model, groups) or model.named_parameters(); or groups with 'kind': 'aux' for AdamW and 'kind': "
-            "'matrix' for what is a matrix as it is stored",
+            f"embeddings, heads, fused projections or adapters: {', '.join(odd[:3])}{' ...' if len(odd) > 3 else ''}. Pass "
+            "the model, (model, groups) or model.named_parameters(); or groups with 'kind': 'matrix' or (AdamW) 'aux'",
             stacklevel=stacklevel,
         )
 
@@ -277,15 +261,11 @@ def with_model(params: ParamsArgument, models: Sequence[nn.Module]) -> ParamsArg
     """``(model, params)`` with the first of the models that has most of them; ``params`` where none has any."""
     if isinstance(params, (nn.Module, Tensor)):
         return params
-    listed = [{**i, "params": _members(i["params"])} if isinstance(i, dict) else i for i in _in_order(params)]
+    listed = [{**i, "params": _in_order(i["params"])} if isinstance(i, dict) else i for i in _in_order(params)]
     flat = [p for i in listed for p in (i["params"] if isinstance(i, dict) else [i])]
     ids = {id(p[-1] if isinstance(p, tuple) else p) for p in flat}
     shared = [sum(id(p) in ids for p in model.parameters()) for model in models]
     return (models[shared.index(max(shared))], listed) if any(shared) else listed
-
-
-def _members(params: Any) -> list[Any]:
-    return [params] if isinstance(params, Tensor) else _in_order(params)
 
 
 def _in_order(params: Any) -> list[Any]:
@@ -295,7 +275,7 @@ def _in_order(params: Any) -> list[Any]:
             "params is a set, whose order is another in every process and run, and the order of parameters says which of "
             "another rank or of a checkpoint is the same; pass a list of them, their names too, or the model"
         )
-    return list(params)
+    return [params] if isinstance(params, Tensor) else list(params)
 
 
 def _check_distinct(pairs: list[tuple[str, Tensor]]) -> None:

@@ -272,9 +272,8 @@ class KroneckerRule(RefreshingRule):
 
 def cycled(group: Group) -> Group:
     """A group as rules read it: what OneCycleLR and CyclicLR write as ``momentum`` is the first of the betas."""
-    if "base_momentum" not in group:
-        return group
-    return {**group, "betas": (group["momentum"], group["betas"][1]), "momentum": 0.0}
+    own = {"betas": (group["momentum"], group["betas"][1]), "momentum": 0.0} if "base_momentum" in group else {}
+    return {**group, **own} if own else group
 
 
 def gate_of(ok: Tensor | None, like: Tensor) -> Gate:
