@@ -76,7 +76,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     Args:
         params: a model; an iterable of ``(name, parameter)``; an iterable of parameters; or groups of these, where
-            ``"kind": "matrix"`` or ``"aux"`` may say what a group is. Only a model can be routed by module type.
+            ``"kind": "matrix"`` or ``"aux"`` may say what a group is; ``(model, groups)`` routes them by module type.
             Without names, the order must be one on all ranks: it alone says which shards are of one parameter.
         rule: the update of a matrix.
         matrix_defaults: ``lr``, ``weight_decay`` and the rule's hyperparameters.
