@@ -54,10 +54,8 @@ class OptimizerFactory:
 
     def __call__(self, params: Any = None, **options: Any) -> Any:
         made: Any = self.optimizer_cls
-        if params is None and not options:
-            return made
         models = [model for model in (seen() for seen in reversed(_models)) if model is not None]
-        return made(with_model(params, models), **options)
+        return made(with_model(params, models), **options) if params is not None or options else made
 
     def __repr__(self) -> str:
         return f"OptimizerFactory({self.optimizer_cls.__name__})"
@@ -162,10 +160,8 @@ def group_learning_rates(optimizer: MatrixOptimizer, peak: bool = False) -> dict
     rates: dict[str, float] = {}
     starts: dict[str, float] = {}
     for index, group in enumerate(optimizer.param_groups):
-        if not group["param_names"]:
-            continue
         key, rate, start = f"lr/{group['kind']}", float(group["lr"]), float(group.get("initial_lr", group["lr"]))
-        if key in rates and (rates[key], starts[key]) == (rate, start):
+        if not group["param_names"] or (key in rates and (rates[key], starts[key]) == (rate, start)):
             continue
         if key in rates:
             key = f"lr/{group['name']}"

@@ -188,10 +188,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
         except ValueError as error:  # routing speaks of matrix_modules
             raise ValueError(str(error).replace("matrix_modules", self.matrix_option)) from error
         # torch fills defaults into every group; what belongs to one kind is filled in by the builder.
-        defaults = {"lr": matrix_defaults["lr"], "weight_decay": matrix_defaults["weight_decay"]}
-        if not matrix_defaults.get("momentum") if "betas" in matrix_defaults else "momentum" in matrix_defaults:
-            # OneCycleLR and CyclicLR ask for it, and then write "momentum" into every group, where AdamW does not read it.
-            defaults["momentum"] = matrix_defaults.get("momentum", 0.0)
+        defaults = {key: matrix_defaults[key] for key in ("lr", "weight_decay")}
+        if "momentum" in matrix_defaults if "betas" not in matrix_defaults else not matrix_defaults.get("momentum"):
+            defaults["momentum"] = matrix_defaults.get("momentum", 0.0)  # without it OneCycleLR and CyclicLR refuse
         super().__init__(groups, defaults)
         self._routes = list(table)
         if not table.matrices and not allow_no_matrices:

@@ -38,7 +38,7 @@ class ChangedGroups:
         self._known = [_values(group) for group in groups]
         self._sizes = [len(group) for group in groups]
         for group, known in zip(groups, self._known):  # changed before there were steps
-            self._validate(group, {"kind": known["kind"]})
+            self._check(group, known)
 
     def check(self) -> None:
         """To be called before each step. Warns where different learning rates have become one.
@@ -66,21 +66,16 @@ class ChangedGroups:
                     stacklevel=4,
                 )
 
-    def _validate(self, group: Group, known: dict[str, Any]) -> None:
-        fresh = {k: v for k, v in _values(group).items() if known.get(k, self) != v or k in ("kind", "base_momentum")}
+    def _check(self, group: Group, known: dict[str, Any]) -> None:
         try:
             if group["kind"] != known["kind"]:
                 raise ValueError(f"kind from {known['kind']!r} to {group['kind']!r}, which it is for good")
-            self._kind_of(fresh)
+            self._kind_of(group)
             validate_group({**group, "params": []}, self._rule, [], {"lr": None, "weight_decay": None})
         except ValueError as error:
             raise ValueError(f"the group {group['name']!r} was changed between steps: {error}") from None
-
-    def _check(self, group: Group, known: dict[str, Any]) -> None:
-        self._validate(group, known)
         changed = [key for key in known if group.get(key) != known[key]]
-        # Which many schedules change in every step.
-        if changed == ["weight_decay"] or (changed == ["momentum"] and "base_momentum" in group):
+        if changed == ["weight_decay"] or (changed == ["momentum"] and "base_momentum" in group):  # as schedules do
             return
         before = {**group, **known}
         more = self._names(group) - self._names(before)
