@@ -31,16 +31,6 @@ def is_adamw(state_dict: dict[str, Any]) -> bool:
     return any("betas" in g for g in groups) and all(set(entry) <= _KEYS for entry in entries)
 
 
-def trainer_decay_names(model: nn.Module) -> list[str]:
-    """Names of the parameters that ``Trainer`` puts into its first group, by its default rule."""
-    norms = {f"{prefix}." for prefix, module in model.named_modules() if isinstance(module, nn.LayerNorm)}
-    return [
-        name
-        for name, _ in model.named_parameters()
-        if not NO_DECAY.search(name) and not any(name.startswith(norm) for norm in norms)
-    ]
-
-
 def from_adamw(
     rule: MatrixRule, live_groups: Sequence[Group], state_dict: dict[str, Any], model: nn.Module | None
 ) -> tuple[dict[str, dict[str, Any]], list[Group]]:
@@ -70,7 +60,9 @@ def from_adamw(
         f"{_unknown_schedule(live_groups, state_dict['param_groups'])}",
         stacklevel=5,
     )
-    scale = _schedule_scale(state_dict["param_groups"])
+    # How far a schedule had taken the learning rate from its peak.
+    scheduled = [g for g in state_dict["param_groups"] if float(g.get("initial_lr", 0.0)) > 0.0]
+    scale = float(scheduled[0]["lr"]) / float(scheduled[0]["initial_lr"]) if scheduled else 1.0
     return by_name, [{**g, "lr": g["initial_lr"] * scale} if "initial_lr" in g else g for g in live_groups]
 
 
@@ -86,14 +78,6 @@ def _moments(entry: dict[str, Any], param: Tensor, group: Group) -> dict[str, An
         "step": step,
         **converted(moments, group["state_dtype"], whole_shape(param), wide),
     }
-
-
-def _schedule_scale(groups: Sequence[Group]) -> float:
-    """How far a schedule had taken the learning rate from its peak."""
-    for group in groups:
-        if "initial_lr" in group and float(group["initial_lr"]) > 0.0:
-            return float(group["lr"]) / float(group["initial_lr"])
-    return 1.0
 
 
 def _unknown_schedule(live_groups: Sequence[Group], groups: Sequence[Group]) -> str:
@@ -145,10 +129,13 @@ def _by_order(model: nn.Module | None, sizes: list[int]) -> list[str]:
         trained = [name for name, p in model.named_parameters() if p.requires_grad]
         if sizes == [len(trained)]:
             return trained
-        chosen = set(trainer_decay_names(model))
-        decayed = [name for name in trained if name in chosen]
-        if sizes == [len(decayed), len(trained) - len(decayed)]:
-            return decayed + [name for name in trained if name not in chosen]
+        norms = tuple(f"{prefix}." for prefix, module in model.named_modules() if isinstance(module, nn.LayerNorm))
+        # Trainer's two groups: those that its default rule decays, and the others.
+        groups: tuple[list[str], list[str]] = [], []
+        for name in trained:
+            groups[bool(NO_DECAY.search(name.lower())) or name.startswith(norms)].append(name)
+        if sizes == [len(groups[0]), len(groups[1])]:
+            return groups[0] + groups[1]
     raise ValueError(
         f"the AdamW state has groups of {sizes} parameters and no param_names, and these are neither all of a model's "
         "parameters in their order nor Trainer's two groups (with and without decay), so it cannot be told whose moments "

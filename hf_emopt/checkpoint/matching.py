@@ -79,6 +79,9 @@ def matched(
             "this optimizer state is one rank's part of a DeepSpeed ZeRO checkpoint: `hf-emopt convert CHECKPOINT OUTPUT` "
             "makes of all ranks' files one that every layout loads"
         )
+    if len(saved_groups) == sum(bool(g["param_names"]) for g in groups):  # groups of nothing were left out once
+        saved = iter(saved_groups)
+        saved_groups = [next(saved) if g["param_names"] else {**g, "params": []} for g in groups]
     check_groups(rule, groups, saved_groups)
     saved_groups = _in_live_order(saved_groups, groups)
     by_name: dict[str, dict[str, Any]] = {}

@@ -7,7 +7,8 @@ a default callback to its tables, and wraps methods of ``Trainer``. Other optimi
 from __future__ import annotations
 
 import logging as levels
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -26,13 +27,16 @@ from hf_emopt.integrations.patching import MARK, patch
 from hf_emopt.integrations.refusals import optim_name, refuse_deepspeed, refuse_unsupported
 from hf_emopt.integrations.registry import OPTIMIZERS, PREFIX, unwrap_optimizer
 from hf_emopt.optimizers.base import MatrixOptimizer
-from hf_emopt.optimizers.param_groups import keep_parameters
+from hf_emopt.optimizers.param_groups import with_model
 
 __all__ = ["OPTIMIZERS", "DefaultCallback", "OptimizerFactory", "register", "register_optimizer", "unwrap_optimizer"]
 
 logger = logging.get_logger("transformers.hf_emopt")  # under transformers' own verbosity and handlers
 
 _warned: set[str] = set()
+
+_models: list[weakref.ref[nn.Module]] = []
+"""Models that are trained with one of our optimizers, the newest last."""
 
 Handler = Callable[[OptimizerContext], tuple[Any, dict[str, Any]]]
 
@@ -41,58 +45,30 @@ class OptimizerFactory:
     """The result of a handler, with which ``Trainer`` builds the optimizer on the model and not on its two decay groups.
 
     ``Trainer`` calls the factory without arguments and the result with ``(model, **kwargs)``. Code that knows no factories
-    calls the result of ``get_optimizer_cls_and_kwargs`` with arguments; the factory then acts as the optimizer's class.
-
-    Args:
-        model: what ``get_optimizer_cls_and_kwargs`` was asked for, if anything: trainers of sentence-transformers ask for the
-            loss, which has the model and may have parameters of its own.
+    calls the result of ``get_optimizer_cls_and_kwargs`` with arguments; the factory then acts as the optimizer's class. Lists
+    of parameters are routed by the modules of the Trainer's model. Subclasses of ``Trainer`` put theirs among the keyword
+    arguments, as ``params`` or ``optimizer_dict``.
     """
 
-    def __init__(self, optimizer_cls: type[MatrixOptimizer], model: nn.Module | None = None) -> None:
-        self.optimizer_cls, self.model = optimizer_cls, model
+    def __init__(self, optimizer_cls: type[MatrixOptimizer]) -> None:
+        self.optimizer_cls, self.__name__ = optimizer_cls, optimizer_cls.__name__
 
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        return self._build(*args, **options) if args or options else self._build
+    def __call__(self, *params: Any, **options: Any) -> Any:
+        return self._build(*params, **options) if params or options else self._build
 
     def _build(self, *params: Any, **options: Any) -> MatrixOptimizer:
-        """The optimizer of a model, or of what a subclass of ``Trainer`` puts in its place, as ``Trainer`` has it."""
-        given = [options.pop(key) for key in ("params", "model", "optimizer_dict") if key in options]
-        model = self.model or next((p for p in params if isinstance(p, nn.Module)), None)
-        if not given or isinstance(given[-1], nn.Module) or model is None:
-            return self.optimizer_cls(*(given[-1:] or params), **options)
-        groups = [g if isinstance(g, dict) else {"params": [g]} for g in given[-1]]
-        return with_groups(self.optimizer_cls(model, **options), groups)
+        given = [*params, *(options.pop(key) for key in ("params", "model", "optimizer_dict") if key in options)]
+        models = [model for model in (seen() for seen in reversed(_models)) if model is not None]
+        made: Any = self.optimizer_cls
+        return made(with_model(given[-1], models), **options) if given else made(**options)
 
     def __repr__(self) -> str:
         return f"OptimizerFactory({self.optimizer_cls.__name__})"
 
 
-def with_groups(optimizer: MatrixOptimizer, groups: Sequence[dict[str, Any]]) -> MatrixOptimizer:
-    """Takes learning rates from groups of parameters that a trainer made, and those parameters that no module has.
-
-    Raises:
-        ValueError: a parameter is in none of the groups.
-    """
-    chosen = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
-    known = {id(p): n for group in optimizer.param_groups for n, p in zip(group["param_names"], group["params"])}
-    if missing := [name for key, name in known.items() if key not in chosen]:
-        raise ValueError(
-            f"the trainer's groups of parameters leave out {', '.join(missing[:5])} ({len(missing)} in all): freeze what is "
-            "not to be trained with requires_grad=False"
-        )
-    for number, given in enumerate(groups):
-        for group in list(optimizer.param_groups) if "lr" in given else ():
-            part = {key: list(value) if isinstance(value, list) else value for key, value in group.items()}
-            keep_parameters([part], {key for key, own in chosen.items() if own == number})
-            if part["params"]:
-                keep_parameters([group], known.keys() - set(map(id, part["params"])))
-                peak = {"peak_lr": given["lr"]} if "peak_lr" in part else {}
-                optimizer.param_groups.append({**part, **peak, "lr": given["lr"], "name": f"{part['name']}_{number}"})
-        extra = [(f"extra.{number}.{i}", p) for i, p in enumerate(given["params"]) if id(p) not in known]
-        if any(p.requires_grad for _, p in extra):
-            optimizer.add_param_group({**given, "params": extra})
-    optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
-    return optimizer
+def _remember(model: Any) -> None:
+    if isinstance(model, nn.Module):
+        _models[:] = [*(seen for seen in _models if seen() not in (None, model)), weakref.ref(model)]
 
 
 def optimizer_kwargs(args: TrainingArguments, optimizer_cls: type[MatrixOptimizer]) -> dict[str, Any]:
@@ -131,7 +107,8 @@ def register_optimizer(name: str, optimizer_cls: type[MatrixOptimizer]) -> None:
 
     def handler(context: OptimizerContext) -> tuple[Any, dict[str, Any]]:
         refuse_unsupported(context.args, context.model)
-        return OptimizerFactory(optimizer_cls, context.model), optimizer_kwargs(context.args, optimizer_cls)
+        _remember(context.model)
+        return OptimizerFactory(optimizer_cls), optimizer_kwargs(context.args, optimizer_cls)
 
     setattr(handler, MARK, True)
     handlers[member] = handler
@@ -176,7 +153,8 @@ def _create_optimizer(original: Callable[..., Any], self: trainer.Trainer, *args
         refuse_unsupported(self.args, self.model)
         model = next((m for m in (*args, options.get("model")) if m is not None), self.model)
         decay = {"weight_decay": self.args.weight_decay}
-        factory: Any = OptimizerFactory(cls, model)
+        factory: Any = OptimizerFactory(cls)
+        _remember(model)
         self.optimizer_cls_and_kwargs = factory, {**decay, **given[1]}
     return original(self, *args, **options)
 
@@ -190,7 +168,7 @@ def group_learning_rates(optimizer: MatrixOptimizer, peak: bool = False) -> dict
     starts: dict[str, float] = {}
     for index, group in enumerate(optimizer.param_groups):
         key, rate, start = f"lr/{group['kind']}", float(group["lr"]), float(group.get("initial_lr", group["lr"]))
-        if key in rates and (rates[key], starts[key]) == (rate, start):
+        if not group["param_names"] or (key in rates and (rates[key], starts[key]) == (rate, start)):
             continue
         if key in rates:
             key = f"lr/{group['name']}"
@@ -227,6 +205,7 @@ class DefaultCallback(MeasuringCallback):
         """Refuses before models are wrapped."""
         if handler_of(args) is not None and kwargs.get("optimizer") is None:
             refuse_unsupported(args, kwargs.get("model"))
+            _remember(kwargs.get("model"))
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         """Logs the route; refuses a configuration of DeepSpeed that chose the optimizer instead of ``args.optim``."""

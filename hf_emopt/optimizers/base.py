@@ -51,6 +51,7 @@ from hf_emopt.optimizers.param_groups import (
     describe_torch_group,
     keep_parameters,
     take_in,
+    warn_of_unnamed,
 )
 from hf_emopt.optimizers.untracked import CHECK_EVERY, UntrackedParameters
 from hf_emopt.optimizers.validation import (
@@ -79,7 +80,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     Args:
         params: a model; an iterable of ``(name, parameter)``; an iterable of parameters; or groups of these, where
-            ``"kind": "matrix"`` or ``"aux"`` may say what a group is. Only a model can be routed by module type.
+            ``"kind": "matrix"`` or ``"aux"`` may say what a group is; ``(model, groups)`` routes them by module type.
             Without names, the order must be one on all ranks: it alone says which shards are of one parameter.
         rule: the update of a matrix.
         matrix_defaults: ``lr``, ``weight_decay`` and the rule's hyperparameters.
@@ -168,18 +169,23 @@ class MatrixOptimizer(torch.optim.Optimizer):
         kinds = {"matrix": matrix, "aux": {"state_version": STATE_VERSION, **aux_defaults}}
         self._builder = GroupBuilder(kinds, matrix_modules, aux_modules, per_head, lora, lora_lr_ratio, lora_defaults)
         self._routes: list[ParameterRoute] = []
+        self._given: list[tuple[int, float]] = []  # for each group, which of the user's it is of, and its learning rate
         try:
             groups, table = self._builder.build(params)
         except ValueError as error:  # routing speaks of matrix_modules
             raise ValueError(str(error).replace("matrix_modules", self.matrix_option)) from error
         # torch fills defaults into every group; what belongs to one kind is filled in by the builder.
-        super().__init__(groups, {"lr": matrix_defaults["lr"], "weight_decay": matrix_defaults["weight_decay"]})
+        defaults = {key: matrix_defaults[key] for key in ("lr", "weight_decay")}
+        if "momentum" in matrix_defaults if "betas" not in matrix_defaults else not matrix_defaults.get("momentum"):
+            defaults["momentum"] = matrix_defaults.get("momentum", 0.0)  # without it OneCycleLR and CyclicLR refuse
+        super().__init__(groups, defaults)
         self._routes = list(table)
         if average_gradients:
             check_average(self.process_group, self.param_groups)
         if not table.matrices and not allow_no_matrices:
             raise ValueError(no_matrices_message(table, rule.name, self.matrix_option))
         self.mode_overrides.check_matched([route.name for route in table.matrices])
+        warn_of_unnamed(table, stacklevel=5)
         message = coverage_warning(table) if table.matrices else None
         if message:
             warnings.warn(message.replace("matrix_modules", self.matrix_option), stacklevel=4)
@@ -188,18 +194,40 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: Group) -> None:
         """Adds a group (``{"params": ...}`` as the constructor takes it); a mixed one becomes one group of each kind."""
+        position = len(self.user_groups)
         routes: list[ParameterRoute] = []
         if "state_version" in param_group and all(isinstance(p, tuple) for p in param_group["params"]):  # the builder's
             complete = [param_group]
         else:  # a group of the user's, or a copy of one of ours
             complete, routes = self._builder.from_group(param_group)
+            warn_of_unnamed(routes, stacklevel=3)
+            complete = [{**group, "user_group": position} for group in complete]
         for group in complete:
+            given = group.pop("user_group", 0)
             validate_group(group, self.rule, self.param_groups, self.defaults)
+            has_momentum = "momentum" in group
             super().add_param_group(group)
             self._known.note(self.param_groups[-1:])
+            if not has_momentum:  # which torch took from the defaults
+                group.pop("momentum", None)
+            self._given.append((given, float(group["initial_lr"] if "initial_lr" in group else group["lr"])))
         self._routes.extend(routes)
         self._planned_for = ()
         self._consolidated = None  # which knows nothing of the new parameters
+
+    @property
+    def user_groups(self) -> tuple[tuple[int, ...], ...]:
+        """For each group as it was given, the positions in ``param_groups`` of what was made of it: a mixed group became two,
+        and one with nothing to train an empty one. A model, or a list without groups, counts as one group."""
+        given = [index for index, _ in self._given]
+        return tuple(tuple(i for i, g in enumerate(given) if g == index) for index in range(max(given, default=-1) + 1))
+
+    def expand(self, values: Sequence[Any]) -> list[Any]:
+        """One value for each of ``param_groups``, which schedulers take, from one for each of :attr:`user_groups`:
+        ``LambdaLR(optimizer, optimizer.expand([f, g]))``. ``ValueError`` for another number of them."""
+        if len(values) != len(self.user_groups):
+            raise ValueError(f"{len(values)} values for the {len(self.user_groups)} groups that there were given")
+        return [values[index] for index, _ in self._given]
 
     @plain_arithmetic()
     def refresh_parameters(self, model: nn.Module | None = None) -> tuple[list[str], list[str]]:
@@ -573,7 +601,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         store = StateStore(self.rule, groups, params, self.state, grids, offload)
         schedule, dtype = RefreshSchedule(self.rule, groups, plan), self.transport_dtype
         context = StepContext(self.rule, groups, params, plan, aux_plan, ranks, store, schedule, dtype, apply_stream)
-        self._changed = ChangedGroups(self.rule, groups)
+        self._changed = ChangedGroups(self.rule, groups, self._builder.kind_of, [rate for _, rate in self._given])
         if whole is not None:
             keep_owned(context, whole)
         self._delayed.attach(model, (p for members in params for p in members))

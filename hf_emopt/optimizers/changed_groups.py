@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
@@ -30,15 +31,22 @@ class ChangedGroups:
     Args:
         rule: of the matrices.
         groups: the optimizer's own, which :meth:`check` reads.
+        kind_of: checks the keys of a group.
+        rates: the learning rates that groups were built with.
     """
 
-    def __init__(self, rule: MatrixRule, groups: Sequence[Group]) -> None:
-        self._rule, self._groups = rule, groups
+    def __init__(self, rule: MatrixRule, groups: Sequence[Group], kind_of: Any, rates: Sequence[float]) -> None:
+        self._rule, self._groups, self._kind_of = rule, groups, kind_of
+        # Two of different rates stand for all, as what loses one ratio loses every ratio.
+        other = next((index for index, (_, rate) in enumerate(zip(groups, rates)) if rate != rates[0]), None)
+        self._pair = None if other is None else ((groups[0], rates[0]), (groups[other], rates[other]))
         self._known = [_values(group) for group in groups]
         self._sizes = [len(group) for group in groups]
+        for group, known in zip(groups, self._known):  # changed before there were steps
+            self._check(group, known)
 
     def check(self) -> None:
-        """To be called before each step.
+        """To be called before each step. Warns where different learning rates have become one.
 
         Raises:
             ValueError: a value is out of range, or asks for state that there is none of.
@@ -51,14 +59,28 @@ class ChangedGroups:
                     self._check(group, known)
                     self._known[index] = now
                 self._sizes[index] = len(group)
+        if self._pair is not None:
+            (one, rate), (other, other_rate) = self._pair
+            now = one["lr"]
+            if not (isinstance(now, Tensor) and now.device.type != "cpu") and now == other["lr"] and now > 0.0:
+                self._pair = None
+                warnings.warn(
+                    f"the groups {one['name']!r} and {other['name']!r} were built with the learning rates {rate:g} and "
+                    f"{other_rate:g}, and both have {float(now):g} now: one max_lr, base_lr or min_lr for all loses their "
+                    "ratio. Give the scheduler a list, such as [g['lr'] for g in optimizer.param_groups]",
+                    stacklevel=4,
+                )
 
     def _check(self, group: Group, known: dict[str, Any]) -> None:
         try:
+            if group["kind"] != known["kind"]:
+                raise ValueError(f"kind from {known['kind']!r} to {group['kind']!r}, which it is for good")
+            self._kind_of(group)
             validate_group({**group, "params": []}, self._rule, [], {"lr": None, "weight_decay": None})
         except ValueError as error:
             raise ValueError(f"the group {group['name']!r} was changed between steps: {error}") from None
         changed = [key for key in known if group.get(key) != known[key]]
-        if changed == ["weight_decay"]:  # which many schedules change in every step
+        if changed == ["weight_decay"] or (changed == ["momentum"] and "base_momentum" in group):  # as schedules do
             return
         before = {**group, **known}
         more = self._names(group) - self._names(before)

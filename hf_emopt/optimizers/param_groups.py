@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,8 +22,12 @@ from hf_emopt.routing.packing import STRUCTURAL_KEYS, pack_matrix_views, unpack_
 from hf_emopt.routing.route import route_named_parameters, route_parameters, route_parameters_list
 from hf_emopt.routing.table import ParameterRoute, RouteTable
 from hf_emopt.rules.base import Group, MatrixRule
+from hf_emopt.rules.options import option_names
 
 ParamsArgument = nn.Module | Iterable[Any]
+
+_CHOOSES = ("use_muon", "is_muon", "algorithm", "optimizer", "rule")  # by which other packages' groups choose a rule
+_FREE = (*_CHOOSES, *STRUCTURAL_KEYS, "initial_lr", "lr_scale")  # near hyperparameters in name only
 
 
 @dataclass(frozen=True)
@@ -73,11 +78,13 @@ class GroupBuilder:
         self.overrides = {"matrix_modules": matrix_modules, "aux_modules": aux_modules, "per_head": per_head}
         self.lora, self.lora_lr_ratio, self.lora_defaults = lora, lora_lr_ratio, lora_defaults
         self.unnamed = 0
+        self.known: dict[int, ParameterRoute] = {}  # while groups are built of a model's parameters: routes by their id
 
     def build(self, params: ParamsArgument) -> tuple[list[Group], RouteTable]:
         """Groups in the order matrix, matrix without decay, auxiliary, auxiliary without decay; empty ones left out.
 
-        The matrix group comes first because trainers log the learning rate of the first group.
+        The matrix group comes first because trainers log the learning rate of the first group. Groups that are given stay in
+        their order, each as one group of every kind in it, or an empty one; ``"user_group"`` is the index of the given one.
 
         Raises:
             TypeError: when ``params`` is none of the accepted forms, or is a set.
@@ -89,59 +96,77 @@ class GroupBuilder:
             if not len(table):
                 raise ValueError("the model has no trainable parameter: every requires_grad is False")
             return self._by_route(table, named), table
+        self.known = {}
+        if isinstance(params, tuple) and len(params) == 2 and isinstance(params[0], nn.Module):
+            model, params = params
+            routed = {r.name: r for r in route_parameters(model, **self.overrides, lora=self.lora)}  # type: ignore[arg-type]
+            self.known = {id(p): routed[name] for name, p in model.named_parameters() if name in routed}
         if isinstance(params, Tensor):
             raise TypeError("params is a single tensor; pass a list of parameters, named parameters, or the model")
         items = _in_order(params)
         if not items:
             raise ValueError("params is empty; pass the model, its named_parameters(), or parameter groups")
-        if any(v for v in self.overrides.values()):
+        if not self.known and any(v for v in self.overrides.values()):
             raise ValueError(
                 "matrix_modules, aux_modules and per_head choose among a model's modules, and only parameters were "
                 "given; pass the model itself, or groups with an explicit 'kind'"
             )
-        if self.lora != "separate" or self.lora_lr_ratio != 1.0:
+        if (self.lora != "separate" and not self.known) or self.lora_lr_ratio != 1.0:
             raise ValueError(
                 "lora and lora_lr_ratio need to know which parameters are the factors of an adapter, and only parameters "
                 "were given; pass the model itself, or for a rate of their own groups with their own 'lr'"
             )
         are_groups = all(isinstance(item, dict) for item in items)
         built = [self.from_group(item) for item in (items if are_groups else [{"params": items}])]
-        return [g for groups, _ in built for g in groups], RouteTable([r for _, routes in built for r in routes])
+        self.known = {}
+        groups = [{**group, "user_group": index} for index, (made, _) in enumerate(built) for group in made]
+        return groups, RouteTable([r for _, routes in built for r in routes])
 
     def from_group(self, group: Group) -> tuple[list[Group], list[ParameterRoute]]:
-        """A user's group as one group of each kind in it.
+        """A user's group as one group of each kind in it, or an empty one.
 
-        ``group["kind"]`` (``"matrix"`` or ``"aux"``) decides for all its parameters; without it, names and shapes do.
+        ``group["kind"]`` (``"matrix"`` or ``"aux"``) decides for all its parameters; without it, modules that are known do,
+        or else names and shapes.
         """
         # dtypes are kept by name, as all values in groups are plain.
         group = {k: str(v).removeprefix("torch.") if isinstance(v, torch.dtype) else v for k, v in group.items()}
-        self._check_keys(group)
-        params = group.pop("params")
-        members = [params] if isinstance(params, Tensor) else _in_order(params)
+        kind = self.kind_of(group)
+        members = _in_order(group.pop("params"))
         names = group.pop("param_names", None)
         if names is not None:
             members = list(zip(names, members, strict=True))
-        adapters = group.pop("adapters", None)
-        named, routes = self._route_members(members, group.pop("kind", None), group.pop("units", None))
+        adapters, _ = group.pop("adapters", None), group.pop("kind", None)
+        named, routes = self._route_members(members, kind, group.pop("units", None))
         if adapters is not None:
-            known = {name: unpack_adapter(packed) for (name, _), packed in zip(members, adapters, strict=True)}
-            routes = [replace(route, adapter=known[route.name]) for route in routes]
-        by_kind = {kind: [r for r in routes if r.kind == kind] for kind in ("matrix", "aux")}
-        return [self._make(kind, chosen, named, group) for kind, chosen in by_kind.items() if chosen], routes
+            by_name = {name: unpack_adapter(packed) for (name, _), packed in zip(members, adapters, strict=True)}
+            routes = [replace(route, adapter=by_name[route.name]) for route in routes]
+        alike: dict[tuple[bool, str], list[ParameterRoute]] = {}
+        for route in routes:
+            alike.setdefault((route.kind == "aux", self._part(route) if self.known else ""), []).append(route)
+        made = [self._make("aux" if key[0] else "matrix", alike[key], named, group) for key in sorted(alike)]
+        return made or [self._make(kind or "aux", [], named, group)], routes
 
-    def _check_keys(self, group: Group) -> None:
-        """Refuses a key that is a misspelt hyperparameter; other keys of the user's own are kept, as torch keeps them."""
+    def kind_of(self, group: Group) -> str | None:
+        """The kind that a group's keys say it is of, also in other packages' words; ``None`` where they say nothing.
+        ``ValueError`` for a key that is a misspelt hyperparameter, is another rule's alone, or asks for another rule."""
+        rule, kind = self.kind_defaults["matrix"]["rule"], group.get("kind")
+        choices = {rule: "matrix", "adamw": "aux", "False": "aux"} | ({"True": "matrix"} if "muon" in rule else {})
+        for key in [key for key in _CHOOSES if key in group]:
+            chosen = choices.get(str(group[key]))
+            if chosen is None or kind not in (None, chosen):
+                what = "contradicts another key" if chosen else f"is none of {', '.join(choices)}"
+                raise ValueError(f"group key {key}={group[key]!r} {what}: kind 'matrix' has {rule}, 'aux' has AdamW")
+            kind = chosen
         known = {key for defaults in self.kind_defaults.values() for key in defaults}
-        for key in group:
-            if key in known or key in STRUCTURAL_KEYS:
-                continue
-            if key.removeprefix("aux_") in known:
-                raise ValueError(
-                    f"group key {key!r}: inside a group it is {key.removeprefix('aux_')!r}, in a group of kind 'aux'"
-                )
-            close = difflib.get_close_matches(key, known, n=1, cutoff=0.85)
-            if close and key != "initial_lr":
+        known |= {"momentum"} if "base_momentum" in group else set()  # of a scheduler
+        for key in [key for key in group if key not in known and key not in _FREE]:
+            if (own := key.removeprefix("aux_")) in known:
+                raise ValueError(f"group key {key!r}: inside a group it is {own!r}, in a group of kind 'aux'")
+            if key in option_names() or (key in ("maximize", "amsgrad") and group[key]):
+                raise ValueError(f"group key {key!r} is no option of groups of {rule} and AdamW: leave it out")
+            if close := difflib.get_close_matches(key, known, n=1, cutoff=0.85):
                 raise ValueError(f"group key {key!r} is no hyperparameter; did you mean {close[0]!r}?")
+        return kind
 
     def _route_members(
         self, members: list[Any], kind: str | None, matrix_views: list[Any] | None
@@ -154,18 +179,23 @@ class GroupBuilder:
             if isinstance(item, tuple) != are_named or not isinstance(item[-1] if are_named else item, Tensor):
                 found = type(item).__name__
                 raise TypeError(f"expected parameters or (name, parameter) pairs throughout, found {found}")
-            pairs.append(item if are_named else (f"param.{self.unnamed}", item))
+            route = self.known.get(id(item))
+            pairs.append(item if are_named else (route.name if route else f"param.{self.unnamed}", item))
             self.unnamed += not are_named
         _check_distinct(pairs)
         packed = matrix_views or [None] * len(pairs)
         given = {name: views for (name, _), views in zip(pairs, packed, strict=True)}
         pairs = [(name, p) for name, p in pairs if p.requires_grad]
         named = dict(pairs)
+        by_module = {name: self.known[id(p)] for name, p in pairs if id(p) in self.known}
+        own = {name: route for name, route in by_module.items() if kind in (None, route.kind)}
+        rest = [(name, p) for name, p in pairs if name not in own]
         if kind is not None:
-            return named, [_explicit(name, p, kind, given[name]) for name, p in pairs]
-        table = route_named_parameters(pairs) if are_named else route_parameters_list([p for _, p in pairs])
-        # Lists are routed by shape; the names given here are unique across groups.
-        return named, [replace(route, name=name) for route, (name, _) in zip(table, pairs, strict=True)]
+            own |= {name: _explicit(name, p, kind, given[name]) for name, p in rest}
+        else:  # lists are routed by shape; the names given here are unique across groups
+            table = route_named_parameters(rest) if are_named else route_parameters_list([p for _, p in rest])
+            own |= {name: route for route, (name, _) in zip(table, rest, strict=True)}
+        return named, [replace(own[name], name=name) for name, _ in pairs]
 
     def _by_route(self, table: RouteTable, named: dict[str, Tensor]) -> list[Group]:
         groups = []
@@ -181,8 +211,6 @@ class GroupBuilder:
                     extra |= {"name": name} if name != kind else {}
                     if part == "lora_B":
                         extra["lr"] = self.kind_defaults[kind]["lr"] * self.lora_lr_ratio
-                    if part and kind == "matrix" and self.lora_defaults is not None:
-                        extra |= self.lora_defaults(max(r.adapter.rank for r in alike[part] if r.adapter is not None))
                     groups.append(self._make(kind, alike[part], named, extra))
         return groups
 
@@ -195,7 +223,9 @@ class GroupBuilder:
         return "lora" if self.lora_defaults is not None and route.kind == "matrix" else ""
 
     def _make(self, kind: str, routes: list[ParameterRoute], named: dict[str, Tensor], given: Group) -> Group:
-        group = {**self.kind_defaults[kind], **given}
+        ranks = [r.adapter.rank for r in routes if r.adapter is not None and kind == "matrix"]
+        of_adapters = self.lora_defaults(max(ranks)) if ranks and self.lora_defaults is not None else {}
+        group = {**self.kind_defaults[kind], **of_adapters, **given}
         for key, value in self.kind_defaults[kind].items():
             if isinstance(value, Derived) and (group[key] is value or group[key] is None):
                 group[key] = value.of(group)
@@ -204,6 +234,8 @@ class GroupBuilder:
         group.setdefault("name", kind)
         group["kind"] = kind
         group["params"] = [(r.name, named[r.name]) for r in routes]
+        if not routes:  # of which torch makes no names
+            group["param_names"] = []
         if kind == "matrix":
             group["units"] = [pack_matrix_views(r.matrix_views) for r in routes]
         if any(r.adapter is not None for r in routes):
@@ -211,14 +243,39 @@ class GroupBuilder:
         return group
 
 
-def _in_order(params: Iterable[Any]) -> list[Any]:
+def warn_of_unnamed(routes: Iterable[ParameterRoute], stacklevel: int) -> None:
+    """Warns of nameless matrices with more outputs than inputs, where no other takes these outputs: of no hidden layer."""
+    shapes = {r.name: r.shape for r in routes if r.reason.startswith("by name: two") and r.name.startswith("param.")}
+    inputs, ratio = {shape[-1] for shape in shapes.values()}, 1 if len(shapes) > 1 else 8
+    odd = [f"{name} {s}" for name, s in shapes.items() if s[0] > s[-1] * ratio and s[0] not in inputs]
+    if odd:
+        warnings.warn(
+            f"{len(shapes)} parameters without names are trained as plain matrices, and {len(odd)} of them look like "
+            f"embeddings, heads, fused projections or adapters: {', '.join(odd[:3])}{' ...' if len(odd) > 3 else ''}. Pass "
+            "the model, (model, groups) or model.named_parameters(); or groups with 'kind': 'matrix' or (AdamW) 'aux'",
+            stacklevel=stacklevel,
+        )
+
+
+def with_model(params: ParamsArgument, models: Sequence[nn.Module]) -> ParamsArgument:
+    """``(model, params)`` with the first of the models that has most of them; ``params`` where none has any."""
+    if isinstance(params, (nn.Module, Tensor)):
+        return params
+    listed = [{**i, "params": _in_order(i["params"])} if isinstance(i, dict) else i for i in _in_order(params)]
+    flat = [p for i in listed for p in (i["params"] if isinstance(i, dict) else [i])]
+    ids = {id(p[-1] if isinstance(p, tuple) else p) for p in flat}
+    shared = [sum(id(p) in ids for p in model.parameters()) for model in models]
+    return (models[shared.index(max(shared))], listed) if any(shared) else listed
+
+
+def _in_order(params: Any) -> list[Any]:
     """The members, of what has them in an order: without names, that says which parameters of two ranks are one."""
     if isinstance(params, set | frozenset):
         raise TypeError(
             "params is a set, whose order is another in every process and run, and the order of parameters says which of "
             "another rank or of a checkpoint is the same; pass a list of them, their names too, or the model"
         )
-    return list(params)
+    return [params] if isinstance(params, Tensor) else list(params)
 
 
 def _check_distinct(pairs: list[tuple[str, Tensor]]) -> None:

@@ -236,7 +236,7 @@ def coverage_warning(table: RouteTable, threshold: float = 0.5) -> str | None:
 
     A low share means that the matrix optimizer hardly runs: the model keeps its weights in a form that no rule knows.
     """
-    body = [route for route in table if route.role not in ("embedding", "head")]
+    body = [r for r in table if r.role not in ("embedding", "head") and r.reason != "the group says so"]
     total = sum(route.numel for route in body)
     if total == 0 or table.matrix_numel >= threshold * total:
         return None

@@ -161,7 +161,7 @@ def decay_factor(group: Group, lr: float | Tensor) -> float | Tensor:
         return 0.0
     if kind == "decoupled":
         return lr * decay
-    peak = next(group[key] for key in ("max_lr", "initial_lr", "peak_lr") if key in group)
+    peak = next(group[key] for key in ("max_lr", "initial_lr", "peak_lr", "lr") if key in group)
     relative = group["lr"] / max(float(peak), 1e-30)
     relative = relative.clamp(max=1.0) if isinstance(relative, Tensor) else min(relative, 1.0)
     return lr * decay * relative if kind == "corrected" else decay * relative

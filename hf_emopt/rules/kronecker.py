@@ -269,6 +269,12 @@ class KroneckerRule(RefreshingRule):
         return matmul_precision(group["matmul_precision"])
 
 
+def cycled(group: Group) -> Group:
+    """A group as rules read it: what OneCycleLR and CyclicLR write as ``momentum`` is the first of the betas."""
+    own = {"betas": (group["momentum"], group["betas"][1]), "momentum": 0.0} if "base_momentum" in group else {}
+    return {**group, **own} if own else group
+
+
 def gate_of(ok: Tensor | None, like: Tensor) -> Gate:
     """``ok`` as a number to multiply by."""
     return 1.0 if ok is None else ok.to(like.dtype)

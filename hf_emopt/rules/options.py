@@ -52,6 +52,11 @@ def option(default: T, check: Check | None = None, keep: Callable[[Any], Any] | 
     return field(default=default, metadata={key: value for key, value in given.items() if value is not None})
 
 
+def option_names(options: type[Options] = Options) -> set[str]:
+    """Names of the options of all rules."""
+    return {f.name for f in fields(options)}.union(*map(option_names, options.__subclasses__()))
+
+
 @functools.cache
 def _checks(options: type[Options]) -> tuple[tuple[str, Check], ...]:
     """The checks of a list, in its order."""

@@ -31,7 +31,7 @@ from hf_emopt.rules.blocks import (
     unfold,
 )
 from hf_emopt.rules.condition_number import condition_of_root
-from hf_emopt.rules.kronecker import Gate, KroneckerOptions, KroneckerRule, gate_of, result_dtype
+from hf_emopt.rules.kronecker import Gate, KroneckerOptions, KroneckerRule, cycled, gate_of, result_dtype
 from hf_emopt.rules.options import Options, as_tuple, check_betas, check_flags, check_number, check_whole, option
 from hf_emopt.rules.refresh import FIRST_PENDING, Refreshed, Snapshot
 
@@ -89,6 +89,7 @@ class ShampooRule(KroneckerRule):
     def validate(self, group: Group) -> None:
         if group["root_solver"] == "coupled_higher_order":
             raise ValueError("root_solver='coupled_higher_order' is gone: use 'auto', 'coupled_newton' or 'eigh'")
+        group = cycled(group)
         super().validate(group)
         check_flags(group, "kl")
         decays = group["grafting"] in ("adam", "rmsprop")
@@ -128,11 +129,11 @@ class ShampooRule(KroneckerRule):
         state |= self.init_results("root", shape, group, wide)
         state["count"] = wide.new_zeros(shape[0])
         state |= self.init_failures(shape, group, like.device)
-        if group["betas"][0]:
+        if group["betas"][0] or "base_momentum" in group:
             state["exp_avg"] = wide.new_zeros(shape)
         if group["grafting"] in ("adam", "rmsprop", "adagrad"):
             state["graft_second_moment"] = wide.new_zeros(shape)
-        if group["momentum"]:
+        if cycled(group)["momentum"]:
             state["momentum_buffer"] = wide.new_zeros(shape)
         return state
 
@@ -142,6 +143,7 @@ class ShampooRule(KroneckerRule):
         self, x: Tensor, matrix_state: dict[str, Tensor], group: Group, ok: Tensor | None, clock: RefreshClock
     ) -> Tensor:
         self.finish_pending(clock.key, matrix_state)
+        group = cycled(group)
         gate = gate_of(ok, x)
         matrix_state["count"].add_(gate)
         filtered, graft = self._directions(x, matrix_state, group, gate)
@@ -309,7 +311,7 @@ class ShampooRule(KroneckerRule):
         return update.add(buffer, alpha=mu) if group["nesterov"] else buffer.clone()
 
     def has_momentum(self, group: Group) -> bool:
-        return bool(group["betas"][0] or group["momentum"])
+        return bool(cycled(group)["betas"][0] or group["momentum"])
 
     def condition(self, block: BlockState, d: int, group: Group) -> Tensor:
         order = len(self.factored(block, group))

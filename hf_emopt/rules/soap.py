@@ -33,7 +33,7 @@ from hf_emopt.rules.blocks import (
     unfold,
 )
 from hf_emopt.rules.condition_number import condition_in_basis, condition_of_spectrum
-from hf_emopt.rules.kronecker import Gate, KroneckerOptions, KroneckerRule, Oversize, gate_of, result_dtype
+from hf_emopt.rules.kronecker import Gate, KroneckerOptions, KroneckerRule, Oversize, cycled, gate_of, result_dtype
 from hf_emopt.rules.options import Options, as_tuple, check_betas, check_number, check_whole, option
 from hf_emopt.rules.refresh import Refreshed, Snapshot
 
@@ -86,6 +86,7 @@ class SoapRule(KroneckerRule):
     def validate(self, group: Group) -> None:
         if group["basis_method"] == "first_order":
             raise ValueError("basis_method='first_order' is gone: use 'orthogonal_iteration', the default")
+        group = cycled(group)
         super().validate(group)
         compat = group["compat"]
         if compat == "paper" and group["refresh"] != "synchronous":
@@ -117,6 +118,7 @@ class SoapRule(KroneckerRule):
         self, x: Tensor, matrix_state: dict[str, Tensor], group: Group, ok: Tensor | None, clock: RefreshClock
     ) -> Tensor:
         self.finish_pending(clock.key, matrix_state)
+        group = cycled(group)
         gate: Gate = gate_of(ok, x)
         # In the reference the first gradient only makes the first basis.
         warming = [step <= self.warmup_steps(group) for step in clock.param_steps]

@@ -20,6 +20,8 @@ from ranks import LAYERS, MATRICES, VOCABULARY, samples, tiny_llama
 from safetensors.torch import load_file
 from torch import nn
 from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaForCausalLM,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
@@ -717,6 +719,69 @@ def test_parameters_that_the_trainer_adds_without_a_module_and_those_it_leaves_o
     given = {"optimizer_cls_and_kwargs": (hf_emopt.Muon, {"lr": 1e-3, "model": loss})}
     made = make_trainer(tmp_path, model, trainer_kwargs=given).create_optimizer()
     assert "hidden.weight" in {n for g in made.param_groups for n in g["param_names"]}
+
+
+class _OwnGroups(Trainer):
+    """Groups of its own, as many trainers of others make them: from the class, and without the model."""
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        cls, options = Trainer.get_optimizer_cls_and_kwargs(self.args)
+        members = list(self.model.parameters())
+        groups = [{"params": members[::2]}, {"params": members[1::2], "lr": 1e-3}]
+        self.optimizer = cls(groups if self.positional else members, **options)
+        return self.optimizer
+
+    positional = True
+
+
+@pytest.mark.parametrize("optim", ["muon", "soap"])
+def test_lists_that_a_trainer_makes_are_routed_by_its_model(optim: str, tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*parameters without names.*")
+        trainer = make_trainer(tmp_path, trainer_cls=_OwnGroups, optim=optim, optim_args="aux_modules=q_proj")
+        trainer.train()
+        ours = optimizer_of(trainer)
+        named = {n: g["kind"] for g in ours.param_groups for n in g["param_names"]}
+        wanted = {n: "matrix" if is_matrix(n) and "q_proj" not in n else "aux" for n in weights(trainer.model)}
+        assert named == wanted
+        assert {g["lr"] for g in ours.param_groups} == {2e-3, 1e-3}
+        trainer.positional = False
+        assert trainer.create_optimizer().routes.matrix_count == MATRICES - LAYERS
+
+
+def test_fused_and_transposed_weights_of_a_list_are_taken_apart(tmp_path: Path) -> None:
+    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=40, n_positions=16))
+    trainer = make_trainer(tmp_path, model=model, trainer_cls=_OwnGroups)
+    assert str(trainer.create_optimizer().routes).count("transposed") == str(hf_emopt.Muon(model).routes).count(
+        "transposed"
+    )
+    views = {r.name: r.matrix_views for r in hf_emopt.Muon(model).routes}
+    assert {r.name: r.matrix_views for r in optimizer_of(trainer).routes} == views
+
+
+@pytest.mark.parametrize("optim", ["muon", "soap"])
+def test_adapters_of_a_list_are_known_by_its_trainer(optim: str, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="peft is an extra")
+    from peft.optimizers import create_loraplus_optimizer
+
+    class LoraPlus(Trainer):
+        def create_optimizer(self, model: Any = None) -> Any:
+            cls, options = self.get_optimizer_cls_and_kwargs(self.args)
+            self.optimizer = create_loraplus_optimizer(self.model, cls, loraplus_lr_ratio=16, **options)
+            return self.optimizer
+
+    model = peft.get_peft_model(tiny_llama(), peft.LoraConfig(r=2, target_modules=["q_proj", "up_proj"]))
+    trainer = make_trainer(tmp_path, model=model, trainer_cls=LoraPlus, optim=optim)
+    ours = trainer.create_optimizer()
+    whole = type(ours)(model, lora_lr_ratio=16.0, lr=2e-3)
+    assert ours.user_groups == ((0,), (1,), (2,), (3,))
+
+    def told(optimizer: MatrixOptimizer) -> dict[str, Any]:
+        keys = ("lr", "adapters", "max_preconditioner_dim", "oversize")
+        return {n: [g.get(key) for key in keys[:1] + keys[2:]] + [g["adapters"][i]] for g in optimizer.param_groups
+                for i, n in enumerate(g["param_names"])}  # fmt: skip
+
+    assert told(ours) == told(whole)
 
 
 def test_fsdp_that_accelerate_leaves_out_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,6 +66,7 @@ def test_groups_keep_their_own_hyperparameters_and_split_by_kind() -> None:
     )
     assert [(g["kind"], g["lr"], g["weight_decay"], len(g["params"])) for g in optimizer.param_groups] == [
         ("matrix", 1e-3, 0.1, 1),
+        ("aux", 1.0, 0.1, 0),
         ("matrix", 5e-3, 0.0, 1),
         ("aux", 5e-3, 0.0, 1),
     ]
