@@ -6,8 +6,6 @@ parameter, and stage 0 leaves parameters whole. The class of DeepSpeed's wrapper
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
 import math
 import sys
 from collections.abc import Iterator, Mapping
@@ -15,20 +13,18 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import accelerate.accelerator  # type: ignore[import-untyped]
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import trainer
 
 from hf_emopt.checkpoint.deepspeed_files import find_deepspeed, layout_of
 from hf_emopt.checkpoint.files import CheckpointError, find_fsdp_weights, read_fsdp_weights, read_safetensors
 from hf_emopt.distributed.flat_params import FlatTensor, cut_each, cut_together
 from hf_emopt.distributed.layout import Grid, UnsupportedLayoutError
-from hf_emopt.integrations.patching import MARK, Original, patch
+from hf_emopt.integrations.patching import Original, patch
 from hf_emopt.integrations.refusals import config_problem, scheduler_problem
 from hf_emopt.optimizers.base import MatrixOptimizer
 
@@ -218,17 +214,9 @@ def refuse_engine(engine: Any, optimizer: MatrixOptimizer) -> None:
 
 
 def watch() -> None:
-    """Patches DeepSpeed's engine, now or at its import, to attach optimizers of this package. Idempotent."""
+    """Patches DeepSpeed's engine to attach optimizers of this package, and Accelerate not to replace them. Idempotent."""
     patch(accelerate.accelerator, "map_pytorch_optim_to_deepspeed", _map_optimizer)
-    patch(trainer, "deepspeed_load_checkpoint", _load_checkpoint)
-    if ENGINE_MODULE in sys.modules:
-        _hook(sys.modules[ENGINE_MODULE])
-    elif not any(getattr(finder, MARK, False) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
-
-
-def _hook(module: ModuleType) -> None:
-    patch(module.DeepSpeedEngine, "_configure_optimizer", _configure_optimizer)
+    patch(sys.modules[ENGINE_MODULE].DeepSpeedEngine, "_configure_optimizer", _configure_optimizer)
 
 
 def _save_checkpoint(optimizer: MatrixOptimizer, original: Original, *args: Any, **kwargs: Any) -> Any:
@@ -263,28 +251,6 @@ def _configure_optimizer(original: Original, engine: Any, client_optimizer: Any,
         original(engine, client, model_parameters)
     if isinstance(engine.basic_optimizer, MatrixOptimizer):
         attach(engine)
-
-
-class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the engine's module alone, and patches it after its import: to import DeepSpeed here would take seconds."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        if name != ENGINE_MODULE:
-            return None
-        sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not self]
-        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
-        if spec is not None and spec.loader is not None:
-            run: Any = spec.loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                run(module)
-                _hook(module)
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
-
-
-setattr(_Finder, MARK, True)
 
 
 @contextmanager
@@ -324,7 +290,7 @@ def load_weights(engine: Any, weights: Mapping[str, Tensor]) -> None:
         wrapper.persistent_parameters[0].all_gather(wrapper.persistent_parameters)
 
 
-def _load_checkpoint(original: Original, engine: Any, checkpoint_path: str, *args: Any, **kwargs: Any) -> Any:
+def load_checkpoint(original: Original, engine: Any, checkpoint_path: str, *args: Any, **kwargs: Any) -> Any:
     """``Trainer``'s function that resumes a DeepSpeed run, also for checkpoints of other wrappers."""
     if not isinstance(getattr(engine, "basic_optimizer", None), MatrixOptimizer):
         return original(engine, checkpoint_path, *args, **kwargs)

@@ -6,18 +6,9 @@ import difflib
 from collections.abc import Iterable
 from typing import Any
 
-from hf_emopt.optimizers import SOAP, KLShampoo, Muon, NorMuon, Shampoo
+from hf_emopt.optimizers import OPTIMIZERS as OPTIMIZERS
+from hf_emopt.optimizers import PREFIX as PREFIX
 from hf_emopt.optimizers.base import MatrixOptimizer
-
-PREFIX = "emopt_"
-OPTIMIZERS: dict[str, type[MatrixOptimizer]] = {
-    "muon": Muon,
-    "normuon": NorMuon,
-    "soap": SOAP,
-    "shampoo": Shampoo,
-    "kl_shampoo": KLShampoo,
-}
-"""Name without prefix to optimizer class. A new optimizer is one line here."""
 
 
 def did_you_mean(name: object, known: Iterable[str], cutoff: float = 0.6) -> str:

@@ -21,12 +21,13 @@ from transformers.utils import logging
 from hf_emopt.integrations.accelerate import overruled_environment, trainer_environment
 from hf_emopt.integrations.callback import MeasuringCallback, level_of_environment
 from hf_emopt.integrations.checkpoints import hook_accelerate, hook_trainer, synchronize
-from hf_emopt.integrations.enum_members import add_string_member
+from hf_emopt.integrations.deepspeed import load_checkpoint
 from hf_emopt.integrations.optim_args import parse_optim_args
 from hf_emopt.integrations.patching import MARK, patch
 from hf_emopt.integrations.refusals import optim_name, refuse_deepspeed, refuse_unsupported
 from hf_emopt.integrations.registry import OPTIMIZERS, PREFIX, unwrap_optimizer
 from hf_emopt.optimizers.base import MatrixOptimizer
+from hf_emopt.optimizers.enum_members import add_string_member
 from hf_emopt.optimizers.param_groups import with_model
 
 __all__ = ["OPTIMIZERS", "DefaultCallback", "OptimizerFactory", "register", "register_optimizer", "unwrap_optimizer"]
@@ -121,6 +122,7 @@ def register() -> None:
         register_optimizer(name, optimizer_cls)
     patch(trainer.Trainer, "get_optimizer_cls_and_kwargs", _get_optimizer_cls_and_kwargs)
     patch(trainer.Trainer, "create_optimizer", _create_optimizer)
+    patch(trainer, "deepspeed_load_checkpoint", load_checkpoint)
     hook_trainer()
     hook_accelerate()
     callbacks: list[Any] = trainer.DEFAULT_CALLBACKS

@@ -200,17 +200,18 @@ def check_method(method: str, dtype: torch.dtype | None, normalization: str, res
         )
 
 
-# Under torch.compile the next two are values known beforehand, not code to trace.
-
-
-@torch.compiler.assume_constant_result
 def _restarts(steps: tuple[tuple[float, float, float], ...]) -> tuple[int, ...]:
     return find_restart_steps(steps)
 
 
-@torch.compiler.assume_constant_result
 def _kernels_pay(device: torch.device) -> bool:
     return kernels_pay(device)
+
+
+# torch.compile takes these two as values and does not trace them. torch.compiler.assume_constant_result sets the same
+# attribute, and imports the compiler and Triton.
+for _function in (_restarts, _kernels_pay):
+    vars(_function)["_dynamo_marked_constant"] = True
 
 
 def gram_pays(m: int, n: int) -> bool:

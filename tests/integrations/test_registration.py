@@ -19,7 +19,7 @@ from transformers.trainer_optimizer import _OPTIMIZER_HANDLERS
 from transformers.training_args import OptimizerNames
 
 import hf_emopt
-from hf_emopt.integrations import enum_members
+from hf_emopt.optimizers import enum_members
 
 NAMES = ["muon", "normuon", "emopt_muon", "emopt_normuon"]
 CLASSES = {name: hf_emopt.NorMuon if "nor" in name else hf_emopt.Muon for name in NAMES}
@@ -71,7 +71,7 @@ def test_training_arguments_round_trips(name: str, tmp_path: Path) -> None:
     for unpickled in (pickle.loads(pickle.dumps(args)), copy.copy(args)):
         assert unpickled.optim == name
         factory, kwargs = Trainer.get_optimizer_cls_and_kwargs(unpickled)
-        assert factory() is CLASSES[name]
+        assert factory.optimizer_cls is CLASSES[name]
         assert kwargs["ns_steps"] == 6
 
 
@@ -106,6 +106,63 @@ def test_argument_parsers(tmp_path: Path) -> None:
 def test_unknown_name_is_still_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"muom is not a valid OptimizerNames.*'emopt_muon'"):
         arguments(tmp_path, optim="muom")
+
+
+UNUSED = (
+    "bitsandbytes",
+    "peft",
+    "trl",
+    "deepspeed",
+    "datasets",
+    "triton",
+    "transformers",
+    "accelerate",
+    "torch._dynamo",
+    "scipy",
+)
+ALONE = f"""
+import sys, hf_emopt
+found = [name for name in {UNUSED} if name in sys.modules]
+assert not found, found
+import torch
+hf_emopt.Muon(torch.nn.Sequential(torch.nn.Linear(4, 4))).step()
+hf_emopt.newton_schulz(torch.eye(4)), hf_emopt.route_parameters(torch.nn.Linear(4, 4))
+assert "transformers" not in sys.modules
+"""
+
+
+def test_the_package_alone_imports_and_prints_nothing_that_muon_does_not_use() -> None:
+    done = run_python(ALONE)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout + done.stderr == ""
+
+
+REGISTERED = """
+from transformers import Trainer, TrainingArguments
+import hf_emopt
+assert TrainingArguments("unused", optim="muon", use_cpu=True).optim == "muon"
+assert hasattr(Trainer.create_optimizer, "__hf_emopt__")
+args = TrainingArguments("unused", optim="emopt_soap", use_cpu=True)
+assert Trainer.get_optimizer_cls_and_kwargs(args)[0].optimizer_cls is hf_emopt.SOAP
+print("fine")
+"""
+
+
+@pytest.mark.second_tier
+@pytest.mark.parametrize(
+    "first",
+    [
+        "import hf_emopt; from transformers import TrainingArguments as A; A('unused', optim='muon', use_cpu=True)",
+        "import hf_emopt; from transformers import TrainerCallback",
+        "import hf_emopt, accelerate; from hf_emopt import Accelerator",
+        "from transformers import Trainer; import hf_emopt",
+        "import hf_emopt.integrations.qk_clip_callback",
+        "import hf_emopt.integrations.transformers",
+    ],
+)
+def test_names_are_there_in_whatever_order_modules_are_imported(first: str) -> None:
+    done = run_python(f"{first}\n{REGISTERED}")
+    assert done.stdout.strip() == "fine", done.stderr
 
 
 RELOADED = """
@@ -178,8 +235,8 @@ def pick(name):
 import hf_emopt
 hf_emopt.register()
 assert pick("muon") == "native"
-assert pick("emopt_muon")() is hf_emopt.Muon
-assert pick("normuon")() is hf_emopt.NorMuon
+assert pick("emopt_muon").optimizer_cls is hf_emopt.Muon
+assert pick("normuon").optimizer_cls is hf_emopt.NorMuon
 
 first = hf_emopt.Muon
 # The package imported anew, as a notebook does after an upgrade.
@@ -191,7 +248,7 @@ import hf_emopt as second
 assert second.Muon is not first
 assert len(training_args.OptimizerNames) == count
 assert [c.__name__ for c in trainer.DEFAULT_CALLBACKS] == ["DefaultFlowCallback", "DefaultCallback"]
-assert pick("muon")() is second.Muon and pick("emopt_normuon")() is second.NorMuon
+assert pick("muon").optimizer_cls is second.Muon and pick("emopt_normuon").optimizer_cls is second.NorMuon
 print("fine")
 """
 
@@ -285,7 +342,7 @@ if __name__ == "__main__":
     import helper
     script, args = HfArgumentParser((ScriptArguments, TrainingArguments)).parse_args_into_dataclasses()
     factory, kwargs = Trainer.get_optimizer_cls_and_kwargs(args)
-    print(helper.WORD, script.text, factory().__name__, kwargs["ns_steps"], sys.argv[0])
+    print(helper.WORD, script.text, factory.optimizer_cls.__name__, kwargs["ns_steps"], sys.argv[0])
 """
 
 
