@@ -430,8 +430,8 @@ def test_a_basis_is_rounded_once_for_both_ways(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_refreshes_in_float16_leave_no_direction_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products of every step have 11 bits. Refreshes split their factors, and roots are damped by 1e-5 (the first by 3e-5) and not by TF32's
-    1e-3: what 11 bits leave alone costs a run 0.05 to 0.35 (docs/convergence.md)."""
+    """Products of every step have 11 bits. Refreshes split their factors, and roots are damped by 1e-5 (the first by 3e-5)
+    and not by TF32's 1e-3: what 11 bits leave alone costs a run 0.05 to 0.35 (docs/convergence.md)."""
     asked = []
 
     def recorded(function):
