@@ -99,7 +99,7 @@ def refresh_eigenbasis(
     """An orthonormal basis that diagonalises ``A`` better than the old one does.
 
     All methods first sort the columns of the old basis by ``diag(Q^T A Q)``, descending (and report the permutation);
-    ``orthogonal_iteration`` takes all values at the rounding level of ``A`` for equal.
+    ``orthogonal_iteration`` takes values between two powers of 256, and all at the rounding level of ``A``, for equal.
 
     Args:
         a: ``(N, d, d)`` symmetric positive semidefinite up to rounding, float32 or float64; not changed.
@@ -225,7 +225,10 @@ def _off_diagonal(a: Tensor, basis: _Basis) -> Tensor:
 
 
 def _sort_columns(basis: _Basis, floor: Tensor | None) -> tuple[_Basis, Tensor]:
-    key = basis.eigenvalues if floor is None else torch.maximum(basis.eigenvalues, floor.squeeze(-1))
+    key = basis.eigenvalues
+    if floor is not None:
+        # By powers of 256: rounding would choose between two that are nearly equal, and with them the next basis.
+        key = torch.frexp(torch.maximum(key, floor.squeeze(-1))).exponent >> 3
     order = key.sort(dim=-1, descending=True, stable=True).indices
     eigenvalues = basis.eigenvalues.gather(-1, order)
     columns = order.unsqueeze(-2).expand_as(basis.q)
@@ -284,7 +287,7 @@ def _shift(a: Tensor, precision: Precision) -> Tensor:
     noise, and scaled it is a random direction. The order of eigenvalues below ``s`` is not resolved.
     """
     bound = spectral_bound(a)
-    unit = max(_roundoff(a.dtype, precision), 4 * unit_roundoff(a.dtype, "highest"))
+    unit = max(_roundoff(a.dtype, precision), 4 * unit_roundoff(torch.float32, "highest"))
     return _NOISE * unit * torch.where(bound == 0, 1.0, bound)
 
 

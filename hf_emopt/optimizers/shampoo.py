@@ -56,9 +56,10 @@ class Shampoo(MatrixOptimizer):
         root_solver: ``"eigh"``, ``"coupled_newton"``, or ``"auto"``: products only
             (``coupled_newton``) on a GPU, where ``eigh`` runs far below the card's rate, and ``eigh`` on a CPU. A block whose
             iteration does not converge falls back to ``eigh``.
-        relative_epsilon: added to a factor's eigenvalues as a fraction of the largest; ``None`` is 0 for ``eigh``, and for
-            iterations of products, which need some, 1e-6 (``highest``), 1e-5 (``bf16x3`` and ``fp16``) or 1e-3
-            (``tf32``), which is felt in the loss. From 1e-3 on, roots in ``fp16`` take less than half of the products.
+        relative_epsilon: added to a factor's eigenvalues as a fraction of the largest; ``None`` is 1e-6 for ``eigh``, and for
+            iterations of products 1e-6 (``highest``), 1e-5 (``bf16x3`` and ``fp16``) or 1e-3 (``tf32``), which is felt in
+            the loss; at least 3e-5 in the first refresh, whose factors may be singular. From 1e-3 on, roots in ``fp16`` take
+            less than half of the products.
         root_dtype: dtype in which inverse roots are kept. In float16 a root with an entry above 65504 counts as failed.
         matmul_precision, factor_storage, tolerated_failures, weight_decay_type: as for :class:`SOAP`.
         aux_lr, aux_betas, aux_eps, aux_weight_decay, matrix_modules, aux_modules: as for :class:`SOAP`.

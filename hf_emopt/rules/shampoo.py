@@ -42,6 +42,8 @@ _GRAFT_FLOOR = 1e-16
 # An iteration of products cannot tell a smaller eigenvalue from rounding, and would not converge on it. In float16 factors
 # are split, and 1e-6 did for sides of up to 1408; of those of 2048 some fell back, since tensor cores cut long sums.
 _RELATIVE_EPSILON = {"highest": 1e-6, "bf16x3": 1e-5, "tf32": 1e-3, "tf32_emulated": 1e-3, "fp16": 1e-5}
+# The first factors of a matrix that is not square are singular, and rounding is felt in their roots if it is not far below.
+_FIRST_EPSILON = 3e-5
 
 
 def _plain_exponents(exponents: float | Mapping[int, float] | None) -> Any:
@@ -215,7 +217,7 @@ class ShampooRule(KroneckerRule):
 
     def compute(self, snapshot: Snapshot, group: Group, first: bool, deferred: bool = False) -> Refreshed:
         factor = snapshot.tensors["factor"]
-        solver, relative_epsilon = self._solver(factor, group)
+        solver, relative_epsilon = self._solver(factor, group, first)
         root = partial(
             inverse_root,
             exponent=self.exponent(snapshot.order, group),
@@ -246,13 +248,14 @@ class ShampooRule(KroneckerRule):
             dim.put("root", torch.where(kept.view(-1, 1, 1), root, result.tensors["root"].to(root.dtype)))
 
     @staticmethod
-    def _solver(factor: Tensor, group: Group) -> tuple[RootSolver, float]:
+    def _solver(factor: Tensor, group: Group, first: bool) -> tuple[RootSolver, float]:
         """The solver and its relative epsilon."""
         chosen: RootSolver | Literal["auto"] = group["root_solver"]
         solver: RootSolver = ("coupled_newton" if factor.is_cuda else "eigh") if chosen == "auto" else chosen
         if group["relative_epsilon"] is not None:
             return solver, group["relative_epsilon"]
-        return solver, 0.0 if solver == "eigh" else _RELATIVE_EPSILON[group["matmul_precision"]]
+        needed = _RELATIVE_EPSILON["highest" if solver == "eigh" else group["matmul_precision"]]
+        return solver, max(needed, _FIRST_EPSILON) if first else needed
 
     def _precondition(
         self, block: BlockState, m: Tensor, graft: Tensor, group: Group, clock: RefreshClock

@@ -430,8 +430,8 @@ def test_a_basis_is_rounded_once_for_both_ways(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_refreshes_in_float16_leave_no_direction_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products of every step have 11 bits. Refreshes split their factors, and roots are damped by 1e-5 and not by TF32's
-    1e-3: what 11 bits leave alone costs a run 0.05 to 0.35 (docs/convergence.md)."""
+    """Products of every step have 11 bits. Refreshes split their factors, and roots are damped by 1e-5 (the first by 3e-5)
+    and not by TF32's 1e-3: what 11 bits leave alone costs a run 0.05 to 0.35 (docs/convergence.md)."""
     asked = []
 
     def recorded(function):
@@ -447,7 +447,11 @@ def test_refreshes_in_float16_leave_no_direction_alone(monkeypatch: pytest.Monke
     for cls, options in ((hf_emopt.SOAP, {}), (hf_emopt.Shampoo, {"root_solver": "coupled_newton"})):
         params, optimizer = make(cls, matmul_precision="fp16", **options)
         run(params, optimizer, range(6))
-    assert set(asked) == {("refresh_eigenbasis", "fp16", None), ("inverse_root", "fp16", 1e-5)}
+    assert set(asked) == {
+        ("refresh_eigenbasis", "fp16", None),
+        ("inverse_root", "fp16", 3e-5),
+        ("inverse_root", "fp16", 1e-5),
+    }
 
 
 @pytest.mark.parametrize("cls", RULES)
@@ -555,8 +559,10 @@ def test_a_basis_that_comes_late_is_an_eigenbasis() -> None:
     run(params, optimizer, range(4))
     for state in (optimizer.state[p] for p in params):
         for name in [k for k in state if k.startswith("factor")]:
-            basis = state[name.replace("factor", "basis")]
-            inside = basis.mT @ state[name] @ basis
+            basis, factor = state[name.replace("factor", "basis")], state[name]
+            ramp = torch.linspace(0.1, 0.0, factor.shape[-1], dtype=factor.dtype)  # orders a null space
+            mean = factor.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True)
+            inside = basis.mT @ (factor + torch.diag_embed(mean * ramp)) @ basis
             off = inside - torch.diag_embed(inside.diagonal(dim1=-2, dim2=-1))
             assert off.norm() < 1e-5 * inside.norm()
 

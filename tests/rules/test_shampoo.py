@@ -15,7 +15,7 @@ BASE = {
     "betas": (0.9, 0.99), "epsilon": 1e-6, "max_preconditioner_dim": 4, "precondition_frequency": 3,
     "start_preconditioning_step": 2, "grafting": "adam", "grafting_beta2": 0.99, "grafting_epsilon": 1e-8,
     "bias_correction": True, "exponent_override": None, "momentum": 0.0, "nesterov": False, "refresh": "synchronous",
-    "root_solver": "eigh", "relative_epsilon": None,
+    "root_solver": "eigh", "relative_epsilon": 0.0,
     "root_dtype": "float32", "oversize": "block", "kl": False,
     "matmul_precision": "highest", "factor_storage": "float32", "tolerated_failures": 3, "weight_decay": 0.0,
     "weight_decay_type": "decoupled",
