@@ -195,6 +195,7 @@ def test_state_in_float64_meets_no_other(rule: str) -> None:
     step(model, optimizer, range(3, 6))
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("rule", RULES)
 def test_state_survives_a_cast_of_the_model(rule: str, options: str) -> None:
