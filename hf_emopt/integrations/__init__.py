@@ -2,5 +2,5 @@
 
 from importlib import import_module
 
-# hf_emopt then registers the optimizers, which needs most files of this package. An import statement would bind the name of one.
+# hf_emopt then registers the optimizers, which takes most files of this package. (`import` would bind the name of one.)
 import_module("transformers.trainer")
