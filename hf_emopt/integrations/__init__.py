@@ -1,3 +1,6 @@
 """Trainer, Accelerate, DeepSpeed, PEFT and TRL. Whichever file of it is imported first, ``Trainer`` is imported before it."""
 
-import transformers.trainer  # noqa: F401 - after which hf_emopt registers the optimizers, by way of all files that it needs
+from importlib import import_module
+
+# hf_emopt then registers the optimizers, which takes most files of this package. (`import` would bind the name of one.)
+import_module("transformers.trainer")
