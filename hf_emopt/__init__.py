@@ -7,7 +7,7 @@ from hf_emopt.checkpoint.files import CheckpointError, newest_checkpoint
 from hf_emopt.linalg.newton_schulz import newton_schulz
 from hf_emopt.optimizers import SOAP, KLShampoo, Muon, NorMuon, Shampoo
 from hf_emopt.optimizers.qk_clip import qk_clip
-from hf_emopt.optimizers.registration import public_name as __getattr__
+from hf_emopt.optimizers.registration import public_name as __getattr__  # noqa: F401 - for the module itself
 from hf_emopt.optimizers.registration import register_when_imported
 from hf_emopt.routing.route import route_parameters
 
