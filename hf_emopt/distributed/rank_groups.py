@@ -6,8 +6,10 @@ anywhere, and which parameters have one. The host does not read it unless a grad
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -241,6 +243,7 @@ class RankGroups:
         if self.is_open:
             return
         self.is_open = True
+        atexit.unregister(_let_threads_finish)
         # In the order of parameters, so that all ranks make the same groups in the same order.
         grids = {id(grid): grid for grid in self.grids.values()}
         opened = {key: self._with_groups(grid) for key, grid in grids.items()}
@@ -250,6 +253,8 @@ class RankGroups:
         shared = [name for name, _ in named if self.grids[name].world_size > 1 and name not in local]
         distinct = list(self.grids.values())
         self.consensus = ConsensusGroup(_group_of_all(distinct), shared)
+        if self.consensus.device.type == "cpu":
+            atexit.register(_let_threads_finish)
         warm_up(distinct, self.consensus.group)
         verify_plan([plan.digest() for plan in plans], self.consensus.group)
         replicas: dict[int, tuple[Any, list[tuple[str, Tensor]]]] = {}
@@ -342,6 +347,13 @@ def _group_of_all(grids: Sequence[Grid]) -> Any:
         f"no process group has all of the ranks {ranks} that share the optimizer's parameters; build the device mesh over "
         "all ranks of the job, or use one optimizer for the parameters of each mesh"
     )
+
+
+def _let_threads_finish() -> None:
+    """At exit, while threads still run Python: a thread of gloo drops the tensors of a collective a moment after its end, and
+    one that does so while the interpreter is taken down aborts the process. ``destroy_process_group`` does not wait for
+    threads of a group that anybody still has, such as DistributedDataParallel, and a step ends with a collective."""
+    time.sleep(0.2)
 
 
 _groups: dict[Any, dict[tuple[bool, tuple[int, ...]], Any]] = defaultdict(dict)
