@@ -49,17 +49,21 @@ class OptimizerFactory:
     calls the result of ``get_optimizer_cls_and_kwargs`` with arguments; the factory then acts as the optimizer's class. Lists
     of parameters are routed by the modules of the Trainer's model. Subclasses of ``Trainer`` put theirs among the keyword
     arguments, as ``params`` or ``optimizer_dict``.
+
+    Args:
+        model: the model that ``get_optimizer_cls_and_kwargs`` was given, if any. Trainers of sentence-transformers give the
+            loss, which has the model and may have parameters of its own.
     """
 
-    def __init__(self, optimizer_cls: type[MatrixOptimizer]) -> None:
-        self.optimizer_cls, self.__name__ = optimizer_cls, optimizer_cls.__name__
+    def __init__(self, optimizer_cls: type[MatrixOptimizer], model: nn.Module | None = None) -> None:
+        self.optimizer_cls, self.__name__, self.model = optimizer_cls, optimizer_cls.__name__, model
 
     def __call__(self, *params: Any, **options: Any) -> Any:
         return self._build(*params, **options) if params or options else self._build
 
     def _build(self, *params: Any, **options: Any) -> MatrixOptimizer:
         given = [*params, *(options.pop(key) for key in ("params", "model", "optimizer_dict") if key in options)]
-        models = [model for model in (seen() for seen in reversed(_models)) if model is not None]
+        models = [model for model in (self.model, *(seen() for seen in reversed(_models))) if model is not None]
         made: Any = self.optimizer_cls
         return made(with_model(given[-1], models), **options) if given else made(**options)
 
@@ -109,7 +113,7 @@ def register_optimizer(name: str, optimizer_cls: type[MatrixOptimizer]) -> None:
     def handler(context: OptimizerContext) -> tuple[Any, dict[str, Any]]:
         refuse_unsupported(context.args, context.model)
         _remember(context.model)
-        return OptimizerFactory(optimizer_cls), optimizer_kwargs(context.args, optimizer_cls)
+        return OptimizerFactory(optimizer_cls, context.model), optimizer_kwargs(context.args, optimizer_cls)
 
     setattr(handler, MARK, True)
     handlers[member] = handler
@@ -155,8 +159,7 @@ def _create_optimizer(original: Callable[..., Any], self: trainer.Trainer, *args
         refuse_unsupported(self.args, self.model)
         model = next((m for m in (*args, options.get("model")) if m is not None), self.model)
         decay = {"weight_decay": self.args.weight_decay}
-        factory: Any = OptimizerFactory(cls)
-        _remember(model)
+        factory: Any = OptimizerFactory(cls, model)
         self.optimizer_cls_and_kwargs = factory, {**decay, **given[1]}
     return original(self, *args, **options)
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from itertools import zip_longest
+from itertools import count, zip_longest
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor
@@ -23,6 +22,10 @@ _FORMS = ("state_dtype", "factor_storage", "low_precision_weights")
 
 _FREE = frozenset({"lr", "initial_lr", "max_lr", "min_lr", "rounding_seed"})
 """What changes in most steps, and is no more than a number."""
+
+
+_NUMBER = "_hf_emopt_number"
+_numbers = count(1)
 
 
 class ChangedGroups:
@@ -103,15 +106,15 @@ class KnownParameters:
     """What plans and state are made for: the parameter of each name, its whole shape, and the dtype of its state."""
 
     def __init__(self) -> None:
-        self._known: dict[str, tuple[Any, tuple[int, ...], torch.dtype]] = {}
+        self._known: dict[str, tuple[int, tuple[int, ...], torch.dtype]] = {}
 
     def __getstate__(self) -> dict[str, Any]:  # a copy of an optimizer has other parameters
-        return {"_known": {name: (type(None), *form) for name, (_, *form) in self._known.items()}}
+        return {"_known": {name: (0, *form) for name, (_, *form) in self._known.items()}}
 
     def note(self, groups: Sequence[Group]) -> None:
         """Takes the parameters of groups as they are."""
         pairs = [pair for group in groups for pair in zip(group["param_names"], group["params"])]
-        self._known |= {name: (ref(param), *_form(param)) for name, param in pairs}
+        self._known |= {name: (_number(param), *_form(param)) for name, param in pairs}
 
     def changed(self, groups: Sequence[Group], refused: str = "") -> set[str]:
         """Names of the parameters that state does not fit any more. A wrapper may put others in place, of the same shape.
@@ -123,13 +126,14 @@ class KnownParameters:
             UnsupportedLayoutError: lists of a group were edited, a gradient has another shape, or a change is refused.
             ValueError: a parameter has a dtype that cannot be stepped.
         """
-        names, changed = {id(known[0]()): name for name, known in self._known.items()}, set()
+        names, changed = {number: name for name, (number, *_) in self._known.items() if number}, set()
         for group in groups:
             sizes = {key: len(group[key]) for key in BY_PARAMETER if key in group}
             for name, p in zip_longest(group["param_names"], group["params"]):
-                if len({*sizes.values()}) > 1 or names.get(id(p), name) != name:
+                there = names.get(getattr(p, _NUMBER, 0), name)
+                if len({*sizes.values()}) > 1 or there != name:
                     raise UnsupportedLayoutError(
-                        f"the lists of group {group['name']!r} were edited in place ({sizes}, {names.get(id(p))} at {name}): "
+                        f"the lists of group {group['name']!r} were edited in place ({sizes}, {there} at {name}): "
                         "use optimizer.add_param_group({'params': [(name, parameter)]}), or optimizer.refresh_parameters() "
                         "when the model has changed. If DeepSpeed did it, import hf_emopt before deepspeed.initialize"
                     )
@@ -149,6 +153,14 @@ class KnownParameters:
                     )
                 changed |= {name} if was != now else set()
         return changed
+
+
+def _number(param: Tensor) -> int:
+    """The parameter's own number. A weak reference would keep ``swap_tensors`` from it, with which ``model.to()`` moves
+    DTensors, and an ``id`` is given again once a wrapper has replaced the parameter."""
+    if not hasattr(param, _NUMBER):
+        setattr(param, _NUMBER, next(_numbers))
+    return int(getattr(param, _NUMBER))
 
 
 def _form(param: Tensor) -> tuple[tuple[int, ...], torch.dtype]:

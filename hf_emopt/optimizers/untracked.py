@@ -52,7 +52,14 @@ class UntrackedParameters:
 
 def _parameters(model: nn.Module) -> list[Tensor]:
     """As ``model.parameters()``, in a third of the time."""
-    modules = [model]
-    for module in modules:  # which grows meanwhile
-        modules.extend(child for child in module._modules.values() if child is not None)
-    return [param for module in modules for param in module._parameters.values() if param is not None]
+    modules = {id(model): model}
+    ahead = [model]
+    while ahead:
+        new = {
+            id(child): child
+            for child in ahead.pop()._modules.values()
+            if child is not None and id(child) not in modules
+        }
+        modules |= new
+        ahead.extend(new.values())
+    return [param for module in modules.values() for param in module._parameters.values() if param is not None]

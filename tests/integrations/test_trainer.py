@@ -709,12 +709,18 @@ def test_parameters_that_the_trainer_adds_without_a_module_and_those_it_leaves_o
     trainer.train()
     assert all(not torch.equal(p, old[n]) for n, p in loss.named_parameters() if n != "model.embeddings.weight")
     names = [n for g in optimizer_of(trainer).param_groups for n in g["param_names"]]
-    assert {"dense.weight", "extra.0.2", "extra.0.3", "extra.1.4"} <= set(names)
+    own = {n for n, _ in trainer.model.named_parameters()}
+    assert own < set(names)
+    assert [n.partition(".")[0] for n in names if n not in own] == ["param"] * 4
     for key in ("params", "optimizer_dict"):
         model = Encoder()
-        given = {"optimizer_cls_and_kwargs": (hf_emopt.Muon, {"lr": 1e-3, key: [model.embeddings.weight]})}
-        with pytest.raises(ValueError, match=r"leave out .*dense\.weight.*requires_grad=False"):
-            make_trainer(tmp_path, model, trainer_kwargs=given).create_optimizer()
+        listed = [model.embeddings.weight, model.dense.weight]
+        given = {"optimizer_cls_and_kwargs": (hf_emopt.Muon, {"lr": 1e-3, key: listed})}
+        made = make_trainer(tmp_path, model, trainer_kwargs=given).create_optimizer()
+        assert {n: g["kind"] for g in made.param_groups for n in g["param_names"]} == {
+            "embeddings.weight": "aux",
+            "dense.weight": "matrix",
+        }
     loss = SoftmaxLoss(model)
     given = {"optimizer_cls_and_kwargs": (hf_emopt.Muon, {"lr": 1e-3, "model": loss})}
     made = make_trainer(tmp_path, model, trainer_kwargs=given).create_optimizer()
