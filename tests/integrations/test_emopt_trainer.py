@@ -363,7 +363,7 @@ def test_accelerate_loop_saved_and_loaded_ends_as_one_process(
         pytest.param({"compiled": True}, marks=pytest.mark.second_tier),
         {"checkpointed": True},
         {"gradient_checkpointing": True},
-        {"compiled": True, "checkpointed": True, "tied": True},
+        pytest.param({"compiled": True, "checkpointed": True, "tied": True}, marks=pytest.mark.second_tier),
     ],
     ids=lambda o: "+".join(o) or "plain",
 )
