@@ -27,8 +27,8 @@ CASES: dict[str, tuple[type, dict[str, Any]]] = {
     "kl_shampoo-first": (hf_emopt.KLShampoo, {"start_preconditioning_step": 1, "root_solver": "coupled_newton"}),
 }
 LIMITS = {torch.float32: 1e-3, torch.float64: 1e-8}
-# KL-Shampoo's roots of one or two gradients whiten by a thousand, in which float32 is felt. With ten refreshes in twenty steps
-# a column of SOAP's basis may cross the edge of a power of 256 in one run alone: 1.0e-3 on four ranks.
+# KL-Shampoo's roots of one or two gradients whiten by a thousand, in which float32 is felt. With ten refreshes in twenty
+# steps a column of SOAP's basis may cross the edge of a power of 256 in one run alone: 1.0e-3 on four ranks.
 FELT = {("kl_shampoo-first", torch.float32), ("soap-often", torch.float32)}
 PAIRS = [(case, dtype) for case in CASES for dtype in LIMITS if (case, dtype) not in FELT]
 
